@@ -1,0 +1,143 @@
+"""Token shards on disk, and which of their tokens a step sees.
+
+A shard has the layout of llm.c and modded-nanogpt: 256 little-endian int32 (20240520, 1, number of
+tokens, zeros), then that many uint16 ids. Beside the shards lies meta.json (see data/prepare.py).
+
+A window is block_size inputs and the same shifted by one as targets: block_size + 1 ids, whose last
+one is the next window's first, so that each target is predicted exactly once per epoch.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+
+
+def shard_header(n_tokens: int) -> bytes:
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, n_tokens
+    return header.tobytes()
+
+
+def count_tokens(path: Path) -> int:
+    """Tokens of a shard. ValueError, naming the file, if its header or its size is wrong."""
+    header = np.fromfile(path, "<i4", 256)
+    if len(header) < 256 or header[0] != MAGIC or header[1] != VERSION:
+        raise ValueError(f"{path} is no token shard: its header is not ({MAGIC}, {VERSION}, …)")
+    n, size = int(header[2]), path.stat().st_size
+    if n < 0 or size != HEADER_BYTES + 2 * n:
+        raise ValueError(
+            f"{path} is damaged: {n} tokens need {HEADER_BYTES + 2 * n} bytes, it has {size}; "
+            "delete its folder and prepare the corpus again"
+        )
+    return n
+
+
+def read_meta(folder: Path) -> dict:
+    """meta.json of a prepared folder. ValueError if it can't be read or names missing shards."""
+    path = folder / "meta.json"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        shards = {s["file"]: s["tokens"] for s in meta["shards"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} can't be read ({type(error).__name__}: {error})") from None
+    for name, tokens in shards.items():
+        if not (folder / name).exists():
+            raise ValueError(f"{folder / name} is missing; prepare the corpus again")
+        if count_tokens(folder / name) != tokens:
+            raise ValueError(f"{folder / name} does not have the {tokens} tokens of meta.json")
+    return meta
+
+
+def data_id(meta: dict) -> str:
+    """One hash for a prepared corpus: equal if and only if all its shards are."""
+    return hashlib.sha256("".join(s["sha256"] for s in meta["shards"]).encode()).hexdigest()
+
+
+class Tokens:
+    """The windows of one split ("train" or "val"), numbered through all its shards.
+
+    Files are read window by window and never mapped: a map's pages count as the process's own in a
+    container. ValueError, with the numbers, if the split is too short for a single window."""
+
+    def __init__(self, folder: Path, split: str, block_size: int):
+        meta = read_meta(folder)
+        self.block_size, self.n_vocab = block_size, meta["tokenizer"]["n_vocab"]
+        shards = [s for s in meta["shards"] if s["file"].startswith(split + "_")]
+        self.paths = [folder / s["file"] for s in shards]
+        self.n_tokens = sum(s["tokens"] for s in shards)
+        windows = [max(0, s["tokens"] - 1) // block_size for s in shards]
+        self.first = np.concatenate([[0], np.cumsum(windows)]).astype(np.int64)
+        if not len(self):
+            raise ValueError(
+                f"the {split} split of {folder} has {self.n_tokens} tokens: too few for one window "
+                f"of block_size + 1 = {block_size + 1}; take a smaller block_size or more text"
+            )
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def read(self, windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets, (n, block_size) int64 each, of these window numbers."""
+        T = self.block_size
+        ids = np.empty((len(windows), T + 1), np.int64)
+        shards = np.searchsorted(self.first, windows, side="right") - 1
+        for row, window, shard in zip(ids, windows, shards, strict=True):
+            start = HEADER_BYTES + 2 * T * int(window - self.first[shard])
+            row[:] = np.fromfile(self.paths[shard], "<u2", T + 1, offset=start)
+            if row.max() >= self.n_vocab:
+                bad = f"{self.paths[shard]} holds id {row.max()}, but its tokenizer ends at"
+                raise ValueError(f"{bad} {self.n_vocab - 1}: prepare the corpus again")
+        ids = torch.from_numpy(ids)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+class Batches:
+    """The batch of any step, from (seed, step) alone: there is no position to save or to lose.
+
+    An epoch goes through the shards in order, and through the windows of each in a permutation
+    drawn from (seed, epoch, shard). Step s takes the s-th rows_per_step rows of the epochs laid end
+    to end; of these, process `rank` takes its equal share, and a micro-batch its part of that."""
+
+    def __init__(
+        self, tokens: Tokens, *, seed: int, rows_per_step: int, rank: int = 0, world_size: int = 1
+    ):
+        self.tokens, self.seed, self.rows_per_step = tokens, seed, rows_per_step
+        self.rank, self.share = rank, rows_per_step // world_size
+        self._permutations: dict[tuple[int, int], np.ndarray] = {}
+
+    def _permutation(self, epoch: int, shard: int) -> np.ndarray:
+        if (epoch, shard) not in self._permutations:
+            n = int(self.tokens.first[shard + 1] - self.tokens.first[shard])
+            bits = np.random.PCG64([self.seed, epoch, shard])  # raw bits: the same in every numpy
+            while len(self._permutations) > 3:
+                self._permutations.pop(next(iter(self._permutations)))
+            self._permutations[epoch, shard] = bits.random_raw(n).argsort(kind="stable")
+        return self._permutations[epoch, shard]
+
+    def windows(self, step: int) -> np.ndarray:
+        """Window numbers of this process at a step (0-based), in order."""
+        first_row = step * self.rows_per_step + self.rank * self.share
+        rows = np.arange(first_row, first_row + self.share)
+        epochs, places = np.divmod(rows, len(self.tokens))
+        first = self.tokens.first
+        shards = np.searchsorted(first, places, side="right") - 1
+        windows = np.empty_like(rows)
+        for epoch, shard in sorted(set(zip(epochs.tolist(), shards.tolist(), strict=True))):
+            here = (epochs == epoch) & (shards == shard)
+            order = self._permutation(epoch, shard)
+            windows[here] = first[shard] + order[places[here] - first[shard]]
+        return windows
+
+    def micro_batches(
+        self, step: int, micro_batch: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs and targets of a step, micro_batch rows at a time."""
+        windows = self.windows(step)
+        for i in range(0, len(windows), micro_batch):
+            yield self.tokens.read(windows[i : i + micro_batch])

@@ -1,0 +1,166 @@
+"""What a run tells: metrics.jsonl, loss.png, the terminal, and Weights & Biases if asked."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from model import GPTConfig
+
+
+def flops_per_token(without_positions: int, config: GPTConfig) -> int:
+    """Floating-point operations to train on one token, forward and backward: 6 N + 12 L C T, N the
+    parameters without positions (Chowdhery et al. 2022, PaLM, appendix B)."""
+    return 6 * without_positions + 12 * config.n_layer * config.n_embd * config.block_size
+
+
+def mfu(tokens_per_s: float, flops: int, peak: float | None) -> float | None:
+    """Model FLOP/s as a fraction of the hardware's peak; None where that is not known."""
+    return tokens_per_s * flops / peak if peak else None
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a file by one with this text, whole or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    with open(partial, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+class Stopwatch:
+    """Seconds of training since the last lap: what `paused` encloses does not count."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self.start = now - self.start, now
+        return seconds
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - before
+
+
+def read_records(path: Path) -> list[dict]:
+    """The records of a metrics.jsonl, up to the first line that a kill has left incomplete."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+class RunLog:
+    """The records of one run. On a terminal a bar shows where it stands, elsewhere plain lines do.
+
+    `resume_step`: continue an existing metrics.jsonl from there; what it has of later steps, which
+    will be trained again, is dropped. ValueError if Weights & Biases can't start."""
+
+    def __init__(
+        self,
+        out_dir: Path,
+        start: dict,
+        steps: int,
+        *,
+        resume_step: int | None = None,
+        wandb_mode: str = "disabled",
+        options: dict | None = None,
+    ):
+        self.path, self.steps = out_dir / "metrics.jsonl", steps
+        self.records = []
+        if resume_step is not None and self.path.exists():
+            old = read_records(self.path)
+            self.records = [r for r in old if r.get("step", 0) <= resume_step]
+            start = start | {"kind": "resume", "step": resume_step}
+        self.records.append(start)
+        write_durably(self.path, "".join(json.dumps(r) + "\n" for r in self.records))
+        self.wandb = None
+        if wandb_mode != "disabled":
+            self.wandb = _start_wandb(out_dir, wandb_mode, options)
+        self.bar = tqdm(total=steps, initial=resume_step or 0, unit="step", disable=None)
+
+    def add(self, records: list[dict]) -> None:
+        self.records += records
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(r) + "\n" for r in records)
+        for record in records if self.wandb else ():
+            self.wandb.log({k: v for k, v in record.items() if k != "kind"}, step=record["step"])
+
+    def say(self, text: str) -> None:
+        """A line to standard error, above the bar where there is one."""
+        tqdm.write(text, file=self.bar.fp)
+
+    def show_training(self, row: dict) -> None:
+        """The last of the rows just added: on the bar, or as a line."""
+        rate = f"{row['tokens_per_s']:,.0f} tokens/s"
+        share = f"MFU {row['mfu']:.1%}" if row["mfu"] is not None else "MFU n/a"
+        if not self.bar.disable:
+            self.bar.set_postfix_str(f"loss {row['loss']:.3f}, {rate}, {share}")
+            self.bar.update(row["step"] - self.bar.n)
+            return
+        self.say(
+            f"step {row['step']:>6}/{self.steps}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
+            f"|g| {row['grad_norm']:.2f}  {rate}  {share}"
+        )
+
+    def plot(self) -> None:
+        """Redraw loss.png from all records."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        axes = figure.subplots()
+        styles = {"train": ("loss", "#9ecae1", 1.0, ""), "eval": ("val_loss", "#08519c", 2.0, "o")}
+        for kind, (key, colour, width, marker) in styles.items():
+            points = [(r["step"], r[key]) for r in self.records if r["kind"] == kind]
+            if points:
+                x, y = zip(*points, strict=True)
+                label = "training" if kind == "train" else f"validation: {y[-1]:.4f} at the end"
+                axes.plot(x, y, color=colour, lw=width, marker=marker, ms=3, label=label)
+        axes.set(xlabel="step", ylabel="loss (nats per token)", title=self.path.parent.name)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+        partial = self.path.with_name("loss.tmp.png")
+        figure.savefig(partial, dpi=120)
+        os.replace(partial, self.path.with_name("loss.png"))
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def _start_wandb(out_dir: Path, mode: str, options: dict | None):
+    """A Weights & Biases run, or the continuation of the one whose id the run's folder keeps."""
+    import wandb
+
+    note = out_dir / "wandb_id.txt"
+    if not note.exists():
+        write_durably(note, wandb.util.generate_id())
+    try:
+        return wandb.init(
+            project="gpt2",
+            name=out_dir.name,
+            id=note.read_text(encoding="utf-8"),
+            resume="allow" if mode == "online" else None,
+            dir=out_dir,
+            mode=mode,
+            config={k: str(v) if isinstance(v, Path) else v for k, v in (options or {}).items()},
+        )
+    except wandb.errors.Error as error:
+        raise ValueError(
+            f"Weights & Biases could not start ({error}): run `wandb login`, "
+            "or take --wandb offline or disabled"
+        ) from None
