@@ -2,14 +2,17 @@
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from model import GPTConfig
+from runtime import Processes
 
 
 def flops_per_token(without_positions: int, config: GPTConfig) -> int:
@@ -51,6 +54,43 @@ class Stopwatch:
         self.start += time.perf_counter() - before
 
 
+class Meter:
+    """Turns the steps' losses and gradient norms, which lie on the device, into records: those of
+    many steps at once, since each look at the device makes it wait."""
+
+    def __init__(self, *, batch_tokens: int, flops: int, peak: float | None, processes: Processes):
+        self.batch_tokens, self.flops, self.processes = batch_tokens, flops, processes
+        self.peak = peak * processes.world_size if peak else None
+        self.pending: list[tuple[float, torch.Tensor, torch.Tensor]] = []
+        self.watch = Stopwatch()
+        self.bad_in_a_row = 0
+
+    def add(self, lr: float, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """A step: its learning rate, this process's mean loss, and the gradient norm."""
+        self.pending.append((lr, loss.float(), norm.float()))
+
+    def settle(self, step: int, stop: bool = False) -> tuple[list[dict], bool]:
+        """The records of all steps added, up to `step`, and whether any process wants to stop.
+        Losses are means over all processes. `bad_in_a_row`: steps without a finite gradient."""
+        rates, losses, norms = zip(*self.pending, strict=True)
+        wish = torch.tensor([float(stop)], device=losses[0].device)
+        sums = self.processes.sum(torch.cat([torch.stack([*losses, *norms]), wish]))
+        *means, wish = (sums / self.processes.world_size).tolist()
+        n = len(self.pending)
+        speed = n * self.batch_tokens / self.watch.lap()
+        self.pending.clear()
+        records = []
+        for i, (lr, loss, norm) in enumerate(zip(rates, means[:n], means[n:], strict=True)):
+            self.bad_in_a_row = 0 if math.isfinite(norm) else self.bad_in_a_row + 1
+            at = step - n + i + 1
+            records.append(
+                {"kind": "train", "step": at, "tokens": at * self.batch_tokens, "loss": loss}
+                | {"lr": lr, "grad_norm": norm, "tokens_per_s": speed}
+                | {"mfu": mfu(speed, self.flops, self.peak)}
+            )
+        return records, wish > 0
+
+
 def read_records(path: Path) -> list[dict]:
     """The records of a metrics.jsonl, up to the first line that a kill has left incomplete."""
     records = []
@@ -65,6 +105,7 @@ def read_records(path: Path) -> list[dict]:
 class RunLog:
     """The records of one run. On a terminal a bar shows where it stands, elsewhere plain lines do.
 
+    `active`: False in all processes but the first, where nothing is written or shown.
     `resume_step`: continue an existing metrics.jsonl from there; what it has of later steps, which
     will be trained again, is dropped. ValueError if Weights & Biases can't start."""
 
@@ -74,24 +115,43 @@ class RunLog:
         start: dict,
         steps: int,
         *,
+        active: bool = True,
         resume_step: int | None = None,
         wandb_mode: str = "disabled",
         options: dict | None = None,
     ):
-        self.path, self.steps = out_dir / "metrics.jsonl", steps
-        self.records = []
+        self.path, self.steps, self.active = out_dir / "metrics.jsonl", steps, active
+        self.records, self.wandb, self.bar = [], None, None
+        if not active:
+            return
         if resume_step is not None and self.path.exists():
             old = read_records(self.path)
             self.records = [r for r in old if r.get("step", 0) <= resume_step]
             start = start | {"kind": "resume", "step": resume_step}
         self.records.append(start)
         write_durably(self.path, "".join(json.dumps(r) + "\n" for r in self.records))
-        self.wandb = None
         if wandb_mode != "disabled":
             self.wandb = _start_wandb(out_dir, wandb_mode, options)
         self.bar = tqdm(total=steps, initial=resume_step or 0, unit="step", disable=None)
 
-    def add(self, records: list[dict]) -> None:
+    def train(self, records: list[dict]) -> None:
+        """Steps, whose last one is shown."""
+        if self.active:
+            self._add(records)
+            self._show(records[-1])
+
+    def validation(self, step: int, val_loss: float) -> None:
+        if self.active:
+            self._add([{"kind": "eval", "step": step, "val_loss": val_loss}])
+            self.say(f"step {step:>6}/{self.steps}  validation loss {val_loss:.4f}")
+            self._plot()
+
+    def _add(self, records: list[dict]) -> None:
+        # JSON has no NaN: what is not finite becomes null.
+        records = [
+            {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in r.items()}
+            for r in records
+        ]
         self.records += records
         with open(self.path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(r) + "\n" for r in records)
@@ -99,11 +159,12 @@ class RunLog:
             self.wandb.log({k: v for k, v in record.items() if k != "kind"}, step=record["step"])
 
     def say(self, text: str) -> None:
-        """A line to standard error, above the bar where there is one."""
-        tqdm.write(text, file=self.bar.fp)
+        """A line, above the bar where there is one."""
+        if self.active:
+            tqdm.write(text)
 
-    def show_training(self, row: dict) -> None:
-        """The last of the rows just added: on the bar, or as a line."""
+    def _show(self, row: dict) -> None:
+        """A step on the bar, or as a line."""
         rate = f"{row['tokens_per_s']:,.0f} tokens/s"
         share = f"MFU {row['mfu']:.1%}" if row["mfu"] is not None else "MFU n/a"
         if not self.bar.disable:
@@ -115,7 +176,7 @@ class RunLog:
             f"|g| {row['grad_norm']:.2f}  {rate}  {share}"
         )
 
-    def plot(self) -> None:
+    def _plot(self) -> None:
         """Redraw loss.png from all records."""
         from matplotlib.figure import Figure
 
@@ -123,7 +184,8 @@ class RunLog:
         axes = figure.subplots()
         styles = {"train": ("loss", "#9ecae1", 1.0, ""), "eval": ("val_loss", "#08519c", 2.0, "o")}
         for kind, (key, colour, width, marker) in styles.items():
-            points = [(r["step"], r[key]) for r in self.records if r["kind"] == kind]
+            mine = [r for r in self.records if r["kind"] == kind]
+            points = [(r["step"], r[key]) for r in mine if r[key] is not None]
             if points:
                 x, y = zip(*points, strict=True)
                 label = "training" if kind == "train" else f"validation: {y[-1]:.4f} at the end"
@@ -137,7 +199,8 @@ class RunLog:
         os.replace(partial, self.path.with_name("loss.png"))
 
     def close(self) -> None:
-        self.bar.close()
+        if self.bar:
+            self.bar.close()
         if self.wandb:
             self.wandb.finish()
 

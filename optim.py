@@ -1,4 +1,4 @@
-"""The update: schedule, parameter groups, clipping, and AdamW or Muon, without waiting for the GPU."""
+"""The update: schedule, parameter groups, clipping, AdamW or Muon; nothing waits for the GPU."""
 
 import math
 
@@ -43,7 +43,7 @@ class Optimizer:
 
     def __init__(self, model: GPT, cfg: OptimizerConfig, *, float16: bool = False):
         self.cfg, self.float16 = cfg, float16
-        groups = parameter_groups(model, cfg)
+        self.groups = groups = parameter_groups(model, cfg)
         self.names = {p: name for group in groups.values() for name, p in group.items()}
         decays = (("decayed", cfg.weight_decay), ("plain", 0.0))
         self.adamw = torch.optim.AdamW(

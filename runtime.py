@@ -3,8 +3,10 @@
 Decisions are pure functions of what the machine has, so that a machine without a GPU can test them.
 """
 
+import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.attention
 
 from model import GPT
 
@@ -43,6 +46,13 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     return None
 
 
+def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """peak_flops of this machine's device."""
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), dtype)
+
+
 @dataclass(frozen=True)
 class Processes:
     """This process among those of the run; torchrun sets them, alone it is 0 of 1."""
@@ -64,9 +74,12 @@ class Processes:
         if self.world_size > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
-    def wait(self) -> None:
+    def first_does(self, work: Callable[[], object]) -> object:
+        """work() of the first process; the others wait until it is done, then do it too."""
+        result = work() if self.first else None
         if self.world_size > 1:
             dist.barrier()
+        return result if self.first else work()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor summed over all processes, in place."""
@@ -146,6 +159,20 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy there; towards CUDA from pinned memory, so that nothing waits for it."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def attention(kind: str) -> AbstractContextManager:
+    """ "math": the plain formula within; "auto": the fastest kernel that fits."""
+    if kind == "math":
+        return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    return contextlib.nullcontext()
+
+
 class Loss(nn.Module):
     """model.loss as a forward(), which is what DistributedDataParallel and torch.compile wrap."""
 
@@ -162,9 +189,13 @@ def wants_compile(requested: str, device: torch.device) -> bool:
     return requested == "true" or (requested == "auto" and device.type == "cuda")
 
 
-def compiled(loss: Loss, trial: Callable[[nn.Module], None], requested: str, say: Callable):
-    """The compiled loss after a successful trial of it; on "auto" the eager one if that fails.
-    RuntimeError, with the remedy, if it fails on "true"."""
+class CompileError(RuntimeError):
+    """torch.compile was asked for and failed."""
+
+
+def compiled(loss: Loss, trial: Callable[[Callable], object], requested: str) -> Callable:
+    """The compiled loss after a successful trial of it; on "auto" the eager one if that fails, with
+    a line that says why. CompileError, with the remedy, if it fails on "true"."""
     try:
         fast = torch.compile(loss)
         trial(fast)
@@ -175,8 +206,8 @@ def compiled(loss: Loss, trial: Callable[[nn.Module], None], requested: str, say
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         if requested == "true":
             message = f"torch.compile failed; run with --compile=false: {reason}"
-            raise RuntimeError(message) from None
-        say(f"compile: not used, torch.compile failed: {reason}")
+            raise CompileError(message) from None
+        print(f"warning: torch.compile failed, training without it: {reason}", flush=True)
         return loss
 
 
@@ -188,8 +219,9 @@ class StopSignals:
         self._before = {}
 
     def __enter__(self) -> "StopSignals":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._receive)
+        if threading.current_thread() is threading.main_thread():  # others may not ask for signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
     def _receive(self, number: int, frame) -> None:

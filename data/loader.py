@@ -54,6 +54,14 @@ def read_meta(folder: Path) -> dict:
     return meta
 
 
+def check_tokenizer(folder: Path, identity: dict) -> None:
+    """ValueError if a prepared folder's tokens are of another tokenizer than this identity."""
+    theirs = read_meta(folder)["tokenizer"]
+    if theirs["sha256"] != identity["sha256"]:
+        both = (f"{t['name']} ({t['n_vocab']} ids, {t['sha256'][:12]})" for t in (theirs, identity))
+        raise ValueError("{} was tokenized with {}, but the model's is {}".format(folder, *both))
+
+
 def data_id(meta: dict) -> str:
     """One hash for a prepared corpus: equal if and only if all its shards are."""
     return hashlib.sha256("".join(s["sha256"] for s in meta["shards"]).encode()).hexdigest()
