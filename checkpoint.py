@@ -28,6 +28,10 @@ HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 FILES = ("config.json", "model.safetensors", "vocab.json")
 
 
+class NotFinite(ValueError):
+    """Weights that must not be saved."""
+
+
 @dataclass
 class Checkpoint:
     """What a folder held. `training`: training.json and, under "optimizer", tensors; or None."""
@@ -162,11 +166,11 @@ def save(
     optimizer: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a checkpoint beside its final name, then rename it: it is there as a whole or not at
-    all. ValueError for weights that are not finite, before anything is written."""
+    all. NotFinite, a ValueError, before anything is written."""
     tensors = to_hub(model)
     bad = [name for name, t in tensors.items() if not t.isfinite().all()]
     if bad:
-        raise ValueError(f"the weights are not finite (first {bad[0]}): nothing was saved")
+        raise NotFinite(f"the weights are not finite (first {bad[0]}): nothing was saved")
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -185,6 +189,8 @@ def save(
     if optimizer is not None:
         tensors = {name: t.contiguous() for name, t in optimizer.items()}
         save_file(tensors, partial / "optimizer.safetensors")
+    for path in partial.glob("*.safetensors"):  # written for the owner alone
+        shutil.copymode(partial / "config.json", path)
     for path in [*partial.iterdir(), partial]:
         _to_disk(path)
     if folder.exists():  # left by a run that was killed before it recorded it

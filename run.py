@@ -1,0 +1,299 @@
+"""A run before its first step: its folder claimed, tokens, model, optimizer and loss made ready."""
+
+import contextlib
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import filelock
+import tiktoken
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import checkpoint
+import config
+import evaluate
+import runtime
+from config import TrainConfig
+from data import loader, prepare, tokenizer
+from metrics import RunLog, flops_per_token, write_durably
+from model import GPT
+from optim import Optimizer
+
+# What a resumed run must share with the saved one, and what it may change without a word.
+SHAPE = ("n_layer", "n_head", "n_embd", "post_ln", "final_norm", "norm")
+FIXED = {*SHAPE, "block_size", "tokenizer", "optimizer"}
+QUIET = {"out_dir", "data_dir", "micro_batch", "log_every", "eval_every", "eval_tokens", "keep"}
+QUIET |= {"save_every", "device", "dtype", "compile", "attention", "wandb", "sample_tokens"}
+QUIET |= {"resume", "init_from", "branch_init", "init_std"}
+
+
+@dataclass
+class Run:
+    """Everything the loop works with. Weights, optimizer, step and record change; the rest stays.
+    `fast` is the loss, compiled or not; `loss` the same, wrapped where there are more processes."""
+
+    cfg: TrainConfig
+    processes: runtime.Processes
+    dtype: torch.dtype
+    model: GPT
+    encoding: tiktoken.Encoding
+    optimizer: Optimizer
+    batches: loader.Batches
+    validation: loader.Tokens
+    data: dict
+    record: dict
+    step: int = 0
+    fast: Callable | None = None
+    loss: Callable | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.wte.weight.device
+
+    @property
+    def windows(self) -> int:
+        """Validation windows in use."""
+        return evaluate.n_windows(self.validation, self.cfg.run.eval_tokens)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per step and process."""
+        return self.batches.share // self.cfg.run.micro_batch
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations per token."""
+        return flops_per_token(self.model.n_params()["without_positions"], self.model.config)
+
+
+@contextlib.contextmanager
+def claimed(cfg: TrainConfig, processes: runtime.Processes) -> Iterator[None]:
+    """Hold the run's folder. ValueError if it is used already, or not there to be resumed."""
+    out_dir = cfg.run.out_dir
+    files = ("config.toml", "metrics.jsonl", "checkpoints.json")
+    used = [name for name in files if (out_dir / name).exists()]
+    if used and not cfg.run.resume:
+        raise ValueError(
+            f"{out_dir} holds a run already ({', '.join(used)}): continue it with `python train.py "
+            f"{out_dir / 'config.toml'} --resume`, or take another --out-dir"
+        )
+    if cfg.run.resume and not used:
+        raise ValueError(f"there is no run in {out_dir} to resume: start it without --resume")
+    if not processes.first:
+        yield
+        return
+    out_dir.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(out_dir / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise ValueError(f"another process is training in {out_dir}") from None
+    with lock:
+        yield
+
+
+def set_up(cfg: TrainConfig, processes: runtime.Processes, device: torch.device) -> Run:
+    """Tokens, model and optimizer, new or as the last checkpoint has them."""
+    r = cfg.run
+    dtype, _ = runtime.find_dtype(r.dtype, device)
+    record = checkpoint.read_record(r.out_dir)
+    resumed = checkpoint.load(str(r.out_dir)) if r.resume and record["last"] else None
+    if resumed:
+        state = checkpoint.load_optimizer(resumed.folder)
+        compare_options(cfg, resumed, processes)
+    source = resumed or (checkpoint.load(r.init_from) if r.init_from else None)
+    folder = processes.first_does(lambda: find_tokens(cfg, device))
+    model, encoding, cfg = build_model(cfg, source)
+    loader.check_tokenizer(folder, tokenizer.identity(encoding))
+    data = {"folder": folder.name, "id": loader.data_id(loader.read_meta(folder))}
+    if resumed and resumed.training["data"]["id"] != data["id"] and processes.first:
+        print(f"warning: different data: {folder} is not what this run was trained on", flush=True)
+    T = model.config.block_size
+    model = model.to(device)
+    run = Run(
+        cfg=cfg,
+        processes=processes,
+        dtype=dtype,
+        model=model,
+        encoding=encoding,
+        optimizer=Optimizer(model, cfg.optimizer, float16=dtype == torch.float16),
+        batches=loader.Batches(
+            loader.Tokens(folder, "train", T),
+            seed=r.seed,
+            rows_per_step=r.batch_tokens // T,
+            rank=processes.rank,
+            world_size=processes.world_size,
+        ),
+        validation=loader.Tokens(folder, "val", T),
+        data=data,
+        record=record,
+    )
+    if resumed:
+        run.optimizer.load_state(state)
+        run.step = resumed.training["step"]
+    return run
+
+
+def find_tokens(cfg: TrainConfig, device: torch.device) -> Path:
+    """The prepared folder. Where it needs a download, ValueError tells what the run needs, too."""
+    try:
+        return prepare.ensure(cfg.data.corpus, cfg.data.tokenizer, cfg.data.data_dir)
+    except ValueError as error:
+        if device.type != "cpu":
+            raise
+        with torch.device("meta"):
+            n = GPT(cfg.model).n_params()
+        tokens = cfg.run.steps * cfg.run.batch_tokens
+        days = tokens * flops_per_token(n["without_positions"], cfg.model) / 1e11 / 86400
+        raise ValueError(
+            f"{error}\nThis run has {n['total'] / 1e6:,.0f}M parameters and {tokens / 1e9:,.2f}B "
+            f"tokens, and no GPU here: about {days:,.0f} days at 100 GFLOP/s"
+        ) from None
+
+
+def build_model(
+    cfg: TrainConfig, source: checkpoint.Checkpoint | None
+) -> tuple[GPT, tiktoken.Encoding, TrainConfig]:
+    """The model, its tokenizer, and cfg with the shape that the model really has."""
+    if source is None:
+        encoding = tokenizer.load(cfg.data.tokenizer)
+        shape = replace(cfg.model, vocab_size=encoding.n_vocab)
+        return GPT(shape, cfg.run.seed), encoding, replace(cfg, model=shape)
+    model, theirs = source.model, source.model.config
+    if cfg.model.block_size > theirs.block_size:
+        raise ValueError(
+            f"block_size {cfg.model.block_size} is longer than the {theirs.block_size} of "
+            f"{source.folder}: take --block-size {theirs.block_size} or less"
+        )
+    model.crop(cfg.model.block_size)
+    shape = {name: getattr(theirs, name) for name in ("vocab_size", *SHAPE)}
+    model.config = replace(cfg.model, **shape)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = cfg.model.dropout
+    return model, source.encoding, replace(cfg, model=model.config)
+
+
+def compare_options(
+    cfg: TrainConfig, resumed: checkpoint.Checkpoint, processes: runtime.Processes
+) -> None:
+    """ValueError for changes that the saved state can't follow; a line for those that it can."""
+    before, now = resumed.training["config"], config.flat(cfg)
+    changed = sorted(k for k in now if k not in QUIET and str(now[k]) != str(before.get(k)))
+    notes = {k: f"{k} was {before.get(k)}, is {now[k]}" for k in changed}
+    if fixed := [notes[k] for k in notes if k in FIXED]:
+        raise ValueError(
+            f"{resumed.folder} can't be resumed with other options: {'; '.join(fixed)}. "
+            f"Its own are in {cfg.run.out_dir / 'config.toml'}"
+        )
+    if notes and processes.first:
+        print(f"warning: resumed with changes: {'; '.join(notes.values())}", flush=True)
+
+
+def prepare_loss(run: Run) -> float:
+    """Set run.fast and run.loss after a trial, which changes nothing; seconds of a micro-batch."""
+    batch = next(run.batches.micro_batches(run.step, run.cfg.run.micro_batch))
+    x, y = (t.to(run.device) for t in batch)
+    if run.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
+
+    def trial(loss: Callable) -> float:
+        start = time.perf_counter()
+        with runtime.autocast(run.device, run.dtype):
+            value = loss(x, y)
+        value.backward()
+        if run.device.type != "cpu":
+            torch.accelerator.synchronize()
+        run.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    run.fast = run.loss = runtime.Loss(run.model)
+    try:
+        if runtime.wants_compile(run.cfg.run.compile, run.device):
+            run.fast = run.loss = runtime.compiled(run.loss, trial, run.cfg.run.compile)
+        trial(run.fast)
+        seconds = trial(run.fast)
+    except torch.OutOfMemoryError:
+        n = run.model.n_params()["total"]
+        raise ValueError(
+            f"out of memory on {run.device}: weights, gradients and optimizer need "
+            f"{16 * n / 1e9:.1f} GB, the rest grows with micro_batch × block_size = "
+            f"{len(x)} × {x.size(1)}: lower --micro-batch (the result stays the same)"
+        ) from None
+    if run.processes.world_size > 1:
+        ids = [run.device.index] if run.device.type == "cuda" else None
+        run.loss = DistributedDataParallel(run.fast, device_ids=ids, gradient_as_bucket_view=True)
+    return seconds
+
+
+def versions() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "tiktoken")}
+    return {"python": platform.python_version(), **packages}
+
+
+def start_log(run: Run, seconds: float) -> RunLog:
+    """Write the resolved config, open the log, and say once what will be done; `seconds`: of a
+    micro-batch."""
+    r = run.cfg.run
+    name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type
+    start = {
+        "kind": "start",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": versions(),
+        "device": name,
+        "dtype": str(run.dtype),
+        "processes": run.processes.world_size,
+        "parameters": run.model.n_params(),
+        "data": run.data,
+    }
+    if run.processes.first:
+        write_durably(r.out_dir / "config.toml", config.to_toml(run.cfg))
+    log = RunLog(
+        r.out_dir,
+        start,
+        r.steps,
+        active=run.processes.first,
+        resume_step=run.step if r.resume else None,
+        wandb_mode=r.wandb,
+        options=config.flat(run.cfg),
+    )
+    for line in describe(run, name, seconds):
+        log.say(line)
+    return log
+
+
+def describe(run: Run, device_name: str, seconds: float) -> Iterator[str]:
+    """What a person wants to know before a run."""
+    r, o, T, n = run.cfg.run, run.optimizer, run.model.config.block_size, run.model.n_params()
+    _, why = runtime.find_dtype(r.dtype, run.device)
+    compiled = "not compiled" if isinstance(run.fast, runtime.Loss) else "compiled"
+    yield f"device     {device_name}, {run.dtype} ({why}), {compiled}"
+    yield (
+        f"model      {'post' if run.model.config.post_ln else 'pre'}-LN, {n['total']:,} parameters "
+        f"(the tied head counted once), {n['without_positions']:,} without positions, "
+        f"{n['without_embeddings']:,} without embeddings; norms {n['norms']:,} "
+        f"({n['norms'] / n['total']:.2%})"
+    )
+    sizes = {k: sum(p.numel() for p in group.values()) for k, group in o.groups.items() if group}
+    groups = ", ".join(f"{k} {size:,} in {len(o.groups[k])} tensors" for k, size in sizes.items())
+    yield f"optimizer  {run.cfg.optimizer.optimizer}, fused; {groups}"
+    if o.muon and run.device.type == "cpu":
+        yield "warning: torch's Muon works in bfloat16, which is very slow on a CPU without it"
+    yield (
+        f"step       {r.batch_tokens:,} tokens = {run.processes.world_size} process(es) × "
+        f"{run.accumulation} micro-batches × {r.micro_batch} windows of {T}"
+    )
+    tokens, used = len(run.batches.tokens) * T, run.windows * T
+    yield (
+        f"data       {run.data['folder']} (id {run.data['id'][:12]}): {tokens:,} training tokens, "
+        f"{used:,} of {len(run.validation) * T:,} validation tokens"
+    )
+    epochs, left = r.steps * r.batch_tokens / tokens, (r.steps - run.step) * run.accumulation
+    yield (
+        f"run        steps {run.step} to {r.steps}, {epochs:.1f} epochs, about "
+        f"{left * seconds / 60:.1f} minutes and the validations, into {r.out_dir}"
+    )
