@@ -107,7 +107,8 @@ def set_up(cfg: TrainConfig, processes: runtime.Processes, device: torch.device)
         compare_options(cfg, resumed, processes)
     source = resumed or (checkpoint.load(r.init_from) if r.init_from else None)
     folder = processes.first_does(lambda: find_tokens(cfg, device))
-    model, encoding, cfg = build_model(cfg, source)
+    # A resumed run's shape was compared already, and stays written as it was.
+    model, encoding, cfg = build_model(cfg, source, () if resumed else SHAPE)
     loader.check_tokenizer(folder, tokenizer.identity(encoding))
     data = {"folder": folder.name, "id": loader.data_id(loader.read_meta(folder))}
     if resumed and resumed.training["data"]["id"] != data["id"] and processes.first:
@@ -156,9 +157,9 @@ def find_tokens(cfg: TrainConfig, device: torch.device) -> Path:
 
 
 def build_model(
-    cfg: TrainConfig, source: checkpoint.Checkpoint | None
+    cfg: TrainConfig, source: checkpoint.Checkpoint | None, taken: tuple[str, ...] = SHAPE
 ) -> tuple[GPT, tiktoken.Encoding, TrainConfig]:
-    """The model, its tokenizer, and cfg with the shape that the model really has."""
+    """The model, its tokenizer, and cfg with the options `taken` over from the source."""
     if source is None:
         encoding = tokenizer.load(cfg.data.tokenizer)
         shape = replace(cfg.model, vocab_size=encoding.n_vocab)
@@ -170,7 +171,7 @@ def build_model(
             f"{source.folder}: take --block-size {theirs.block_size} or less"
         )
     model.crop(cfg.model.block_size)
-    shape = {name: getattr(theirs, name) for name in ("vocab_size", *SHAPE)}
+    shape = {name: getattr(theirs, name) for name in ("vocab_size", *taken)}
     model.config = replace(cfg.model, **shape)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -9,6 +9,7 @@ import functools
 import os
 import platform
 import sysconfig
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -16,13 +17,18 @@ from pathlib import Path
 
 CHUNK_BYTES = 1 << 20
 TEXT_SUFFIXES = (".txt", ".md", ".py")
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 Document = tuple[str | None, Iterator[bytes]]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A source of documents. `cost` is None where nothing is downloaded: train.py may then prepare
-    it by itself. `fingerprint` changes when the source does; n_bytes: its size, 0 if unknown."""
+    """A source of documents. `source` is what meta.json says of it, and differs when the text does;
+    n_bytes: its size, 0 if unknown; cost: what preparing it takes, None where train.py may do it by
+    itself; val_share: of the documents that name no split."""
 
     name: str
     source: dict
@@ -74,6 +80,26 @@ def _stdlib() -> Corpus:
     return Corpus("stdlib", source, functools.partial(_file_documents, paths), size)
 
 
+def _shakespeare() -> Corpus:
+    def documents() -> Iterator[Document]:
+        try:
+            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as answer:
+                text = answer.read()
+        except OSError as error:
+            raise ValueError(
+                f"{SHAKESPEARE_URL} can't be downloaded ({error}): put the file anywhere and give "
+                "its path as --corpus, or take --corpus stdlib"
+            ) from None
+        if sha256(text).hexdigest() != SHAKESPEARE_SHA256:
+            raise ValueError(f"{SHAKESPEARE_URL} is not the text it was: its sha256 differs")
+        point = int(0.9 * len(text))
+        yield "train", iter((text[:point],))
+        yield "val", iter((text[point:],))
+
+    source = {"text": SHAKESPEARE_URL, "sha256": SHAKESPEARE_SHA256}
+    return Corpus("shakespeare", source, documents, 1_115_394)
+
+
 def _local(path: Path) -> Corpus:
     if path.is_file():
         paths = [path] if path.suffix.lower() in TEXT_SUFFIXES else []
@@ -118,6 +144,7 @@ def _from_hub(name: str, repo: str, subset: str | None, revision: str, cost: str
 
 NAMED: dict[str, Callable[[], Corpus]] = {
     "stdlib": _stdlib,
+    "shakespeare": _shakespeare,
     "fineweb_edu": lambda: _from_hub(
         "fineweb_edu",
         "HuggingFaceFW/fineweb-edu",
