@@ -67,7 +67,7 @@ class Meter:
 
     def add(self, lr: float, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """A step: its learning rate, this process's mean loss, and the gradient norm."""
-        self.pending.append((lr, loss.float(), norm.float()))
+        self.pending.append((lr, loss, norm))
 
     def settle(self, step: int, stop: bool = False) -> tuple[list[dict], bool]:
         """The records of all steps added, up to `step`, and whether any process wants to stop.
@@ -210,13 +210,11 @@ def _start_wandb(out_dir: Path, mode: str, options: dict | None):
     import wandb
 
     note = out_dir / "wandb_id.txt"
-    if not note.exists():
-        write_durably(note, wandb.util.generate_id())
     try:
-        return wandb.init(
+        run = wandb.init(
             project="gpt2",
             name=out_dir.name,
-            id=note.read_text(encoding="utf-8"),
+            id=note.read_text(encoding="utf-8") if note.exists() else None,
             resume="allow" if mode == "online" else None,
             dir=out_dir,
             mode=mode,
@@ -227,3 +225,5 @@ def _start_wandb(out_dir: Path, mode: str, options: dict | None):
             f"Weights & Biases could not start ({error}): run `wandb login`, "
             "or take --wandb offline or disabled"
         ) from None
+    write_durably(note, run.id)
+    return run

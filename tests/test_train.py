@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import checkpoint
 import config
@@ -57,13 +58,13 @@ def corpus(tmp_path_factory):
     return {"corpus": folder / "text.txt", "data_dir": folder / "prepared"}
 
 
-def arguments(corpus, out_dir, **options) -> list[str]:
-    pairs = TINY | corpus | {"out_dir": out_dir} | options
+def arguments(text, out_dir, **options) -> list[str]:
+    pairs = TINY | text | {"out_dir": out_dir} | options
     return [f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in pairs.items()]
 
 
-def tiny(corpus, out_dir, **options) -> config.TrainConfig:
-    argv = arguments(corpus, out_dir, **options)
+def tiny(text, out_dir, **options) -> config.TrainConfig:
+    argv = arguments(text, out_dir, **options)
     return config.parse(config.TrainConfig, argv, prog="train.py", description="")
 
 
@@ -530,8 +531,7 @@ def test_the_logged_loss_is_the_mean_over_all_micro_batches(corpus, tmp_path, mo
     values = iter([1.0, 2.0, 3.0, 6.0])
 
     def stub(run):
-        zero = run.model.wte.weight.sum() * 0
-        run.fast = run.loss = lambda x, y: zero + next(values)
+        run.fast = run.loss = lambda x, y: run.model.wte.weight.sum() * 0 + next(values)
         return 0.0
 
     monkeypatch.setattr(train, "prepare_loss", stub)
@@ -627,15 +627,22 @@ def test_the_default_run_says_what_it_needs_and_what_to_run_instead(tmp_path, ca
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does(corpus, tmp_path):
-    """Two gloo processes under torchrun: the losses of one within 1e-5, weights the same on both,
-    files from the first alone."""
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-10)])
+def test_two_processes_train_as_one_does(corpus, tmp_path, monkeypatch, dtype, tolerance):
+    """Two gloo processes under torchrun, two micro-batches a step on each, beside one process with
+    four: the same losses, the same weights on both, files from the first alone."""
     options = {"dropout": 0.0, "eval_every": 10, "log_every": 3, "micro_batch": 1}
-    train.train(tiny(corpus, tmp_path / "one", **options))
+    runs, original = [], train.set_up
+    monkeypatch.setattr(train, "set_up", lambda *args: runs.append(original(*args)) or runs[0])
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        train.train(tiny(corpus, tmp_path / "one", **options))
+    finally:
+        torch.set_default_dtype(torch.float32)
     argv = arguments(corpus, tmp_path / "two", **options)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*launch, "tests/ddp_worker.py", str(tmp_path), *argv],
+        [*launch, "tests/ddp_worker.py", str(tmp_path), dtype, *argv],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -643,14 +650,15 @@ def test_two_processes_train_as_one_does(corpus, tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=tolerance)
     values = [[r["val_loss"] for r in rows(tmp_path / d, "eval")] for d in ("one", "two")]
-    assert values[1] == pytest.approx(values[0], abs=1e-5)
-    assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
+    assert values[1] == pytest.approx(values[0], abs=tolerance)
     assert done.stdout.count("device     cpu") == 1
-    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
-    for name in one:
-        assert (one[name] - two[name]).abs().max() < 1e-4, name
+    first, second = (load_file(tmp_path / f"rank{n}.safetensors") for n in (0, 1))
+    assert_same_weights(first, second)
+    if dtype == "float64":  # float32's rounding makes steps of Adam where a gradient is zero
+        for name, p in runs[0].model.named_parameters():
+            assert (p - first[name]).abs().max() < tolerance, name
 
 
 @pytest.mark.slow
