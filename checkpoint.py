@@ -128,8 +128,9 @@ def to_hub(model: GPT) -> dict[str, torch.Tensor]:
 
 
 def from_hub(config: GPTConfig, tensors: dict[str, torch.Tensor]) -> GPT:
-    """A float32 model from the tensors of a GPT-2 file, in whatever wrappers' names they stand.
-    ValueError that names missing, unexpected and misshapen ones, or a head that is not tied."""
+    """A float32 model from the tensors of a GPT-2 file, in whatever wrappers' names they stand; it
+    may share their memory. ValueError that names missing, unexpected and misshapen ones, or a head
+    that is not tied."""
     tensors = {PREFIXES.sub("", name): t for name, t in tensors.items()}
     # Old GPT-2 files carry the causal mask as a buffer.
     tensors = {n: t for n, t in tensors.items() if not n.endswith((".attn.bias", ".masked_bias"))}
@@ -246,7 +247,8 @@ def find(target: str, which: str = "last") -> Path:
         return path
     if path.is_dir():
         raise ValueError(f"{path} is no run (checkpoints.json) and no checkpoint (config.json)")
-    if target in HUB_NAMES or re.fullmatch(r"[\w.-]+/[\w.-]+", target):
+    here = path.parent != Path() and path.parent.is_dir()  # a misspelt folder, no name of the Hub
+    if target in HUB_NAMES or (re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not here):
         return _download(target)
     raise ValueError(
         f"no run or checkpoint {target!r}: give a folder, or a model of the Hub, "
@@ -256,11 +258,10 @@ def find(target: str, which: str = "last") -> Path:
 
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=[*FILES, "merges.txt"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # its HTTP client's errors come through as they are
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"{name} is no folder here, and the Hub did not give it: {reason}"

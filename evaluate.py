@@ -127,9 +127,8 @@ def main(argv: list[str]) -> int:
     kind = "byte" if loaded.encoding.n_vocab == 257 else "gpt2"
     folder = prepare.folder_of(corpus, kind, data_dir)
     if not (folder / "meta.json").exists():
-        raise ValueError(
-            f"{corpus} is not prepared: run `python -m data.prepare {corpus} --tokenizer {kind}`"
-        )
+        command = f"python -m data.prepare {corpus} --tokenizer {kind} --data-dir {data_dir}"
+        raise ValueError(f"{corpus} is not prepared in {data_dir}: run `{command}`")
     loader.check_tokenizer(folder, tokenizer.identity(loaded.encoding))
     tokens = loader.Tokens(folder, "val", loaded.model.config.block_size)
     eval_tokens = cfg.eval_tokens or trained_on.get("eval_tokens") or tokens.n_tokens

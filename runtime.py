@@ -71,8 +71,12 @@ class Processes:
         return self.rank == 0
 
     def connect(self, device: torch.device) -> None:
+        """Join the other processes: over nccl between GPUs, else over gloo."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         if self.world_size > 1:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+            dist.init_process_group(backend, device_id=bound)
 
     def first_does(self, work: Callable[[], object]) -> object:
         """work() of the first process; the others wait until it is done, then do it too."""

@@ -28,11 +28,12 @@ def pick(
     """The next ids (B,) from logits (B, V) and uniform draws (B,) in [0, 1): the inverse of the
     cumulative distribution, after temperature (0: the likeliest id), the top_k likeliest ids, and
     the fewest likeliest ids whose probability reaches top_p (Holtzman et al. 2020)."""
-    if temperature == 0:
+    if temperature < 1e-6:  # nothing but the likeliest is left then, and float32 would overflow
         return logits.argmax(-1)
     logits, ids, V = logits.float() / temperature, None, logits.size(-1)
-    if top_k or top_p < 1:
-        logits, ids = logits.topk(min(top_k or V, V))
+    top_k = min(top_k or V, V)
+    if top_k < V or top_p < 1:
+        logits, ids = logits.topk(top_k)
     probs = logits.softmax(-1)
     if top_p < 1:
         probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)
@@ -186,7 +187,8 @@ class SampleConfig:
 
 
 def _prompt_ids(cfg: SampleConfig, encoding: tiktoken.Encoding, block_size: int) -> list[list[int]]:
-    texts = list(cfg.prompt)
+    # Under a locale like C, bytes of the command line arrive as lone surrogates.
+    texts = [t.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for t in cfg.prompt]
     for path in cfg.prompt_file:
         try:
             with open(path, encoding="utf-8", newline="") as file:

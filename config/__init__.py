@@ -188,7 +188,9 @@ def _types(cls) -> dict[str, object]:
 def _argument(name: str, value, hint) -> str:
     """`--name=value` as tyro takes it: bool options are flags there, `--x` and `--no-x`."""
     word = str(value)
-    if hint is bool and word.lower() in ("true", "false"):
+    if hint is bool:
+        if word.lower() not in ("true", "false"):
+            raise ValueError(f"--{name} is true or false, got {word}")
         return f"--{name}" if word.lower() == "true" else f"--no-{name}"
     if hint == bool | None and word.lower() in ("true", "false", "none"):
         word = word.title()
@@ -223,13 +225,16 @@ def _preset_arguments(path: Path, hints: dict) -> list[str]:
 def _joined(argv: list[str], hints: dict) -> list[str]:
     """Flags that were given a word (`--post-ln true`, `--resume=false`) in tyro's form."""
     arguments = []
-    rest = list(argv)
+    rest, seen = list(argv), set()
     while rest:
         word = rest.pop(0)
         name, eq, value = word.removeprefix("--").partition("=")
         name = name.replace("_", "-")
         if word.startswith("--"):
             word = f"--{name}{eq}{value}"
+            if name in seen and typing.get_origin(hints.get(name)) is tuple:
+                raise ValueError(f"--{name} is there twice: give all its values behind one")
+            seen.add(name)
             if hints.get(name) in (bool, bool | None):
                 if not eq and rest and rest[0].lower() in ("true", "false", "none"):
                     eq, value = "=", rest.pop(0)

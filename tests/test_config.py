@@ -338,10 +338,10 @@ def test_all_problems_are_told_at_once():
     assert len(problems) == len(wanted)
 
 
-def test_resuming_and_starting_from_other_weights_exclude_each_other():
-    (problem,) = changed(resume=True, init_from="gpt2").problems()
-    assert "resume" in problem
-    assert "init_from" in problem
+def test_a_run_that_began_with_other_weights_can_be_resumed_from_its_own_preset(preset):
+    written = preset(config.to_toml(changed(init_from="gpt2")))
+    assert whole(written, "--resume") == changed(init_from="gpt2", resume=True)
+    assert whole(written, "--resume").problems() == []
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,17 @@ def test_text_sizes_are_those_of_the_targets_text_and_of_its_gzip(text, tmp_path
         assert raw.decode()[:400] == (text / "a.txt").read_text(encoding="utf-8")[4491:4891]
 
 
+def test_the_yardstick_is_gzips_best_level_over_the_whole_text(tmp_path):
+    rng = random.Random(0)
+    words = [rng.choice("bcdfg") + rng.choice(["at", "ing", "ous"]) * 2 for _ in range(40)]
+    (tmp_path / "long.txt").write_text(" ".join(rng.choices(words, k=60_000)), encoding="utf-8")
+    prepare.prepare(corpora.find(str(tmp_path / "long.txt")), BYTES, tmp_path / "prepared")
+    tokens = loader.Tokens(tmp_path / "prepared", "val", 16)
+    raw = bytes(stored(tokens)[1 : 1 + 16 * len(tokens)].tolist())
+    assert len(gzip.compress(raw, 6, mtime=0)) != len(best := gzip.compress(raw, 9, mtime=0))
+    assert evaluate.text_sizes(BYTES, tokens, len(tokens)) == (len(raw), len(best))
+
+
 def test_the_summary_shows_the_loss_in_every_unit(tokens):
     line = evaluate.summary(1.5, BYTES, tokens, WINDOWS)
     raw = bytes(i for i in stored(tokens)[1:993].tolist() if i != 256)

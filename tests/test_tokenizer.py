@@ -108,7 +108,7 @@ def test_every_character_of_unicode_survives(name):
 
 
 def test_another_name_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match="'gpt4'.*gpt2 and byte"):
+    with pytest.raises(ValueError, match=r"'gpt4'.*gpt2 and byte"):
         load("gpt4")
 
 
