@@ -56,13 +56,15 @@ class GPTConfig:
     def problems(self) -> list[str]:
         """Everything that keeps this from being built, a sentence each."""
         sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
-        small = [name for name in sizes if getattr(self, name) < 1]
-        found = [f"{name} must be at least 1, got {getattr(self, name)}" for name in small]
+        found = [f"{n} must be at least 1, got {v}" for n in sizes if (v := getattr(self, n)) < 1]
         if not found and self.n_embd % self.n_head:
             fits = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             found.append(f"n_head {self.n_head} must divide n_embd {self.n_embd}: one of {fits}")
         if not 0 <= self.dropout < 1:
             found.append(f"dropout must be in [0, 1), got {self.dropout}")
+        choices = {"norm": [*NORMS], "branch_init": ["scaled", "plain", "zero"]}
+        wrong = [n for n in choices if getattr(self, n) not in choices[n]]
+        found += [f"{n} must be one of {choices[n]}, got {getattr(self, n)}" for n in wrong]
         if not 0 < self.init_std < math.inf:
             found.append(f"init_std must be a positive number, got {self.init_std}")
         return found
@@ -165,14 +167,13 @@ class GPT(nn.Module):
         if problems := config.problems():
             raise ValueError("; ".join(problems))
         self.config = config
-        device = torch.get_default_device()  # "meta" is for counting, and for loading weights
         # Built without memory, then drawn once: torch's own init would cost time and global RNG.
         with torch.device("meta"):
             self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
             self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
             self.ln_f = config.make_norm() if config.has_final_norm else nn.Identity()
-        self.to_empty(device=device)
+        self.to_empty(device=torch.get_default_device())  # "meta": to count, or to load weights
         self.init_weights(seed)
 
     @torch.no_grad()

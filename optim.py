@@ -60,14 +60,22 @@ class Optimizer:
             self.muon = torch.optim.Muon(
                 matrices, cfg.lr, cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
             )
+        # The moments exist from the start, so that a run without a good step can be resumed too.
+        for p in (p for group in self.adamw.param_groups for p in group["params"]):
+            zeros = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+            self.adamw.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device)
+            } | zeros
+        for p in groups["muon"].values():
+            self.muon.state[p] = {"momentum_buffer": torch.zeros_like(p)}
         device = model.wte.weight.device
         self.scale = torch.tensor(FIRST_LOSS_SCALE if float16 else 1.0, device=device)
         self.good_steps = torch.zeros((), device=device)
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
-        """One update with the gradients that lie there, which are then freed. Returns their norm
-        before clipping, a tensor on the device; not finite: the step was skipped."""
+        """One update with the gradients that lie there. Returns their norm before clipping, on the
+        device; not finite: the step was skipped."""
         grads = [p.grad for p in self.names if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads) / self.scale
         finite = norm.isfinite()
@@ -109,14 +117,7 @@ class Optimizer:
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
         """Inverse of state(). ValueError that names what is missing or does not fit."""
-        expected = {"loss_scale": self.scale, "good_steps": self.good_steps}
-        moments = [(self.adamw, ("exp_avg", "exp_avg_sq")), (self.muon, ("momentum_buffer",))]
-        for optimizer, keys in moments:
-            for group in optimizer.param_groups if optimizer else ():
-                for p in group["params"]:
-                    expected |= {f"{self.names[p]}.{key}": p for key in keys}
-                    if optimizer is self.adamw:
-                        expected[f"{self.names[p]}.step"] = self.scale
+        expected = self.state()
         bad = sorted(expected.keys() ^ tensors.keys())
         bad += [n for n in expected.keys() & tensors if expected[n].shape != tensors[n].shape]
         if bad:
@@ -126,9 +127,8 @@ class Optimizer:
                 "start anew from the weights alone, use --init-from with another --out-dir"
             )
         copy = {name: t.to(expected[name].device, copy=True) for name, t in tensors.items()}
-        self.scale, self.good_steps = copy["loss_scale"], copy["good_steps"]
-        for optimizer, keys in moments:
-            for group in optimizer.param_groups if optimizer else ():
-                for p in group["params"]:
-                    keys_of = (*keys, "step") if optimizer is self.adamw else keys
-                    optimizer.state[p] = {k: copy[f"{self.names[p]}.{k}"] for k in keys_of}
+        if self.float16 and copy["loss_scale"] != 1:  # 1: saved by a run in another dtype
+            self.scale, self.good_steps = copy["loss_scale"], copy["good_steps"]
+        for optimizer in filter(None, (self.adamw, self.muon)):
+            for p, entries in optimizer.state.items():
+                entries.update({key: copy[f"{self.names[p]}.{key}"] for key in entries})

@@ -358,7 +358,13 @@ def test_tokens_per_step_that_are_a_multiple_decide_the_accumulation(
 
 @pytest.mark.parametrize(
     ("tokens", "world_size", "unit", "near"),
-    [(1000, 1, 64, "960 or 1024"), (1000, 2, 128, "896 or 1024"), (63, 1, 64, "64")],
+    [
+        (1000, 1, 64, "960 or 1024"),
+        (1000, 2, 128, "896 or 1024"),
+        (1040, 1, 64, "1024 or 1088"),
+        (1024, 32, 2048, "2048"),
+        (63, 1, 64, "64"),
+    ],
 )
 def test_tokens_per_step_that_are_no_multiple_are_answered_with_the_nearest_ones(
     tokens, world_size, unit, near
