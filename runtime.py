@@ -5,6 +5,7 @@ Decisions are pure functions of what the machine has, so that a machine without 
 
 import contextlib
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -40,7 +41,8 @@ PEAKS = {
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Dense peak in FLOP/s for products in dtype; None where it is not known."""
     for name, (half, single) in PEAKS.items():
-        if name in device_name:
+        # Whole words only: neither an L40 nor a laptop's 4090 is what the table has.
+        if re.search(rf"\b{name}\b(?! (Ti|Laptop|D|SUPER)\b)", device_name):
             bfloat16_missing = name in ("V100", "T4") and dtype == torch.bfloat16
             return None if bfloat16_missing else (single if dtype == torch.float32 else half)
     return None
@@ -111,9 +113,8 @@ def resolve_device(
         if n:
             return resolve_device("cuda", local_rank=local_rank, cuda=lambda: n, mps=mps)
         return torch.device("mps" if mps() else "cpu")
-    kind, _, index = requested.partition(":")
-    if kind == "cuda" and (not index or index.isdigit()):
-        n, wanted = cuda(), int(index) if index else local_rank
+    if named := re.fullmatch(r"cuda(?::([0-9]+))?", requested):
+        n, wanted = cuda(), int(named[1]) if named[1] else local_rank
         if wanted < n:
             return torch.device("cuda", wanted)
         raise ValueError(

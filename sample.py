@@ -212,7 +212,6 @@ def main(argv: list[str]) -> int:
     cfg = config.parse(SampleConfig, argv, prog="sample.py", description=__doc__, preset=False)
     if problems := cfg.problems():
         raise ValueError("; ".join(problems))
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
     device = runtime.find_device(cfg.device)
     loaded = checkpoint.load(cfg.target, cfg.which)
     model = loaded.model.to(device, getattr(torch, cfg.dtype))

@@ -4,6 +4,7 @@ A preset is a flat TOML file. Its keys become arguments in front of the command 
 tyro reports a mistake in either alike: exit code 2, and the nearest name.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -34,7 +35,7 @@ class DataConfig:
     """The tokens."""
 
     corpus: str = "fineweb_edu"
-    """A name (`python -m data.prepare --list` shows them), or a path to text or a folder of it."""
+    """A name (`python -m data.prepare` lists them), or a path to text or a folder of it."""
     tokenizer: Literal["gpt2", "byte"] = "gpt2"
     """GPT-2's 50,257 byte pairs, or the 256 bytes and an end mark."""
     data_dir: Path = Path("data/prepared")
@@ -266,6 +267,8 @@ def parse(cls: type, argv: list[str], *, prog: str, description: str, preset: bo
 
 def run_program(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
     """main's exit code; what a user can cause (ValueError, OSError) becomes one message and 2."""
+    with contextlib.suppress(AttributeError):  # a stream of a test's or a notebook's own
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
     try:
         return main(sys.argv[1:] if argv is None else argv)
     except (ValueError, OSError) as error:

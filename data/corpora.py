@@ -125,7 +125,7 @@ def _local(path: Path) -> Corpus:
 def local_name(path: Path) -> str:
     """A folder name for a path: two paths never share one."""
     stem = "".join(c if c.isalnum() or c in "-_" else "_" for c in path.stem)
-    return f"{stem}-{sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    return f"{stem}-{sha256(os.fsencode(path.resolve())).hexdigest()[:8]}"
 
 
 def _from_hub(name: str, repo: str, subset: str | None, revision: str, cost: str) -> Corpus:

@@ -44,6 +44,7 @@ def read_meta(folder: Path) -> dict:
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         shards = {s["file"]: s["tokens"] for s in meta["shards"]}
+        [meta["tokenizer"][key] for key in ("name", "n_vocab", "sha256")]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} can't be read ({type(error).__name__}: {error})") from None
     for name, tokens in shards.items():

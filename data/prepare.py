@@ -8,6 +8,7 @@ import codecs
 import hashlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class TextPieces:
         while cut > 0 and not (text[cut] in " \t\r\n" and not text[cut - 1].isspace()):
             cut -= 1
         # Text without blanks must be cut somewhere too: only then may a token be split.
-        return cut if cut or len(text) < 16 * PIECE_CHARS else len(text)
+        return cut if cut or len(text) < 2 * PIECE_CHARS else len(text)
 
 
 class ShardWriter:
@@ -91,6 +92,15 @@ class ShardWriter:
         self.shards.append({"file": name, "tokens": 0, "documents": 0, "bytes": 0})
         self.file, self.tokens = open(self.folder / f"{name}.tmp", "wb"), 0  # noqa: SIM115
         self.file.write(loader.shard_header(0))
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is None:
+            self.close()
+        elif self.file is not None:
+            self.file.close()
 
     def close(self) -> None:
         if self.file is None:
@@ -132,23 +142,21 @@ def prepare(
     pieces, empty, total = TextPieces(), 0, 0
     bar = tqdm(total=corpus.n_bytes or None, unit="B", unit_scale=True, disable=None)
     bar.set_description(f"tokenizing {corpus.name}")
-    for split, chunks in corpus.documents():
-        writer = None
-        for piece in pieces.of(chunks):
-            if writer is None:
-                chosen = "val" if _is_validation(piece, corpus.val_share) else "train"
-                writer = writers[split or chosen]
-                writer.add([encoding.eot_token])
-            ids = encoding.encode_ordinary(piece)
-            writer.add(ids)
-            total += len(ids)
-            bar.update(len(piece.encode("utf-8", "replace")))
-        empty += writer is None
-        if max_tokens and total >= max_tokens:
-            break
-    for writer in writers.values():
-        writer.close()
-    bar.close()
+    with bar, writers["val"], writers["train"]:
+        for split, chunks in corpus.documents():
+            writer = None
+            for piece in pieces.of(chunks):
+                if writer is None:
+                    chosen = "val" if _is_validation(piece, corpus.val_share) else "train"
+                    writer = writers[split or chosen]
+                    writer.add([encoding.eot_token])
+                ids = encoding.encode_ordinary(piece)
+                writer.add(ids)
+                total += len(ids)
+                bar.update(len(piece.encode("utf-8", "replace")))
+            empty += writer is None
+            if max_tokens and total >= max_tokens:
+                break
     meta = {
         "format": 1,
         "corpus": corpus.name,
@@ -159,7 +167,7 @@ def prepare(
         "shards": [shard for writer in writers.values() for shard in writer.shards],
     }
     with open(folder / "meta.json.tmp", "w", encoding="utf-8") as file:
-        json.dump(meta, file, indent=1, ensure_ascii=False)
+        json.dump(meta, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     os.replace(folder / "meta.json.tmp", folder / "meta.json")
@@ -178,9 +186,9 @@ def ensure(corpus: str, tokenizer_name: str, data_dir: Path) -> Path:
     """The folder of prepared tokens; local text is prepared on first use. ValueError where that
     needs a download, or where the text has changed since."""
     folder = folder_of(corpus, tokenizer_name, data_dir)
-    command = f"python -m data.prepare {corpus} --tokenizer {tokenizer_name}"
+    command = f"python -m data.prepare {shlex.quote(corpus)} --tokenizer {tokenizer_name}"
     if data_dir != Path("data/prepared"):
-        command += f" --data-dir {data_dir}"
+        command += f" --data-dir {shlex.quote(str(data_dir))}"
     if (folder / "meta.json").exists():
         meta = loader.read_meta(folder)
         if corpus not in corpora.NAMED and Path(corpus).exists():

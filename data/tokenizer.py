@@ -58,6 +58,8 @@ def _from_vocab(name: str, vocab: dict[str, int]) -> tiktoken.Encoding:
     ranks = {bytes(BYTE_OF[c] for c in token): i for token, i in vocab.items() if token != END}
     if sorted([*ranks.values(), end]) != list(range(len(vocab))):
         raise ValueError("the ids are not 0, 1, 2, …, each once")
+    if missing := [b for b in range(256) if bytes([b]) not in ranks]:
+        raise ValueError(f"it lacks the bytes {missing}")
     return _encoding(name, ranks, end)
 
 
@@ -141,8 +143,8 @@ class StreamDecoder:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, ids: Iterable[int], final: bool = False) -> str:
-        known = range(len(self.table))
-        data = b"".join(self.table[i] if i in known else "\ufffd".encode() for i in ids)
+        n, unknown = len(self.table), "\ufffd".encode()
+        data = b"".join(self.table[i] if 0 <= i < n else unknown for i in ids)
         return self.decoder.decode(data, final)
 
 
