@@ -89,12 +89,13 @@ def loop(run: Run, log: RunLog) -> dict:
 
 def update(run: Run) -> tuple[float, torch.Tensor, torch.Tensor]:
     """One optimizer step: its learning rate, this process's mean loss, and the gradient norm."""
-    key = np.random.SeedSequence([run.cfg.run.seed, run.step, run.processes.rank])
-    torch.manual_seed(int(key.generate_state(1, np.uint64)[0]))  # dropout
     run.optimizer.zero_grad()
     total, n = torch.zeros((), device=run.device), run.accumulation
     batches = run.batches.micro_batches(run.step, run.cfg.run.micro_batch)
     for i, batch in enumerate(batches, start=1):
+        # Dropout follows from the micro-batch's place in the step, whichever process has it.
+        key = [run.cfg.run.seed, run.step, run.processes.rank * n + i]
+        torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
         x, y = (runtime.to_device(t, run.device) for t in batch)
         # Gradients are exchanged once a step; forward, too, must know when they are not.
         exchange = run.processes.world_size == 1 or i == n

@@ -234,20 +234,22 @@ def model_without_padding(model: GPT) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_a_model_of_transformers_loads_with_its_own_sizes_and_logits(tmp_path, hub, dtype, limit):
-    theirs = small_hub_model(hub, 101)
+    theirs = small_hub_model(hub, 301)
     theirs.save_pretrained(tmp_path)
-    symbols = [*(tokenizer.SYMBOL_OF[b] for b in range(100)), tokenizer.END]
+    # The 256 bytes, 44 pairs of them, and the end mark.
+    symbols = [tokenizer.SYMBOL_OF[b] for b in range(256)]
+    symbols += [chr(97 + n // 26) + chr(97 + n % 26) for n in range(44)] + [tokenizer.END]
     (tmp_path / "vocab.json").write_text(
         json.dumps({s: i for i, s in enumerate(symbols)}), encoding="utf-8"
     )
     loaded = checkpoint.load(str(tmp_path))
     c = loaded.model.config
-    assert (c.vocab_size, c.block_size, c.n_layer, c.n_head, c.n_embd) == (101, 16, 2, 2, 32)
-    assert (loaded.encoding.n_vocab, loaded.encoding.eot_token) == (101, 100)
-    ids = random_ids(101, 3, 16)
+    assert (c.vocab_size, c.block_size, c.n_layer, c.n_head, c.n_embd) == (301, 16, 2, 2, 32)
+    assert (loaded.encoding.n_vocab, loaded.encoding.eot_token) == (301, 300)
+    ids = random_ids(301, 3, 16)
     with torch.no_grad():
         ours = loaded.model.to(dtype).eval()(ids)
-        assert ours.shape == (3, 16, 101)
+        assert ours.shape == (3, 16, 301)
         assert (theirs.to(dtype)(ids).logits - ours).abs().max() < limit
 
 

@@ -630,8 +630,8 @@ def test_the_default_run_says_what_it_needs_and_what_to_run_instead(tmp_path, ca
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-10)])
 def test_two_processes_train_as_one_does(corpus, tmp_path, monkeypatch, dtype, tolerance):
     """Two gloo processes under torchrun, two micro-batches a step on each, beside one process with
-    four: the same losses, the same weights on both, files from the first alone."""
-    options = {"dropout": 0.0, "eval_every": 10, "log_every": 3, "micro_batch": 1}
+    four: the same losses, with dropout, the same weights on both, files from the first alone."""
+    options = {"dropout": 0.1, "eval_every": 10, "log_every": 3, "micro_batch": 1}
     runs, original = [], train.set_up
     monkeypatch.setattr(train, "set_up", lambda *args: runs.append(original(*args)) or runs[0])
     torch.set_default_dtype(getattr(torch, dtype))
