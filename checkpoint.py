@@ -25,7 +25,7 @@ VARIANT = "gpt2-variant"
 TRANSPOSED = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
 PREFIXES = re.compile(r"^((_orig_mod|module|transformer|model)\.)+")
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-FILES = ("config.json", "model.safetensors", "vocab.json")
+FILES = ("config.json", "model.safetensors")
 
 
 class NotFinite(ValueError):
@@ -260,7 +260,9 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[*FILES, "merges.txt"]))
+        return Path(
+            snapshot_download(name, allow_patterns=[*FILES, "vocab.json", "tokenizer.json"])
+        )
     except Exception as error:  # its HTTP client's errors come through as they are
         reason = str(error).strip().split("\n")[0]
         raise ValueError(

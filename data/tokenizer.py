@@ -182,10 +182,18 @@ def hub_files(encoding: tiktoken.Encoding, block_size: int) -> dict[str, str]:
 
 
 def from_folder(folder: Path) -> tiktoken.Encoding:
-    """The tokenizer of a checkpoint folder. ValueError where its vocab.json can't be used."""
+    """The tokenizer of a checkpoint folder, from vocab.json or, as new versions of transformers
+    write, tokenizer.json. ValueError where there is neither or it can't be used."""
     path = folder / "vocab.json"
+    if not path.exists():
+        path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ValueError(f"{folder} has no vocab.json or tokenizer.json: save its tokenizer there")
     try:
         vocab = json.loads(path.read_text(encoding="utf-8"))
+        if path.name == "tokenizer.json":
+            added = {token["content"]: token["id"] for token in vocab["added_tokens"]}
+            vocab = vocab["model"]["vocab"] | added
         return _from_vocab("byte" if len(vocab) == 257 else "gpt2", vocab)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"

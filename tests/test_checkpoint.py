@@ -862,7 +862,7 @@ def test_models_of_the_hub_are_downloaded_by_name_and_failures_are_told(
     assert found["gpt2"][0] == expected
     assert found["owner/name"][0] == expected
     fetched = {path.rpartition("/")[2] for path in asked if "/resolve/" in path}
-    assert fetched == {"config.json", "model.safetensors", "vocab.json", "merges.txt"}
+    assert fetched == {"config.json", "model.safetensors", "vocab.json"}
     for name in failing:
         said, seconds = found[name]
         assert said.startswith(f"ValueError: {name} "), said
@@ -877,3 +877,26 @@ def test_an_unreachable_hub_is_told_in_reasonable_time(tmp_path):
     for name, (said, seconds) in found.items():
         assert said.startswith(f"ValueError: {name} is no folder here, and the Hub"), said
         assert seconds < 20
+
+
+@pytest.mark.parametrize("name", ["gpt2", "byte"])
+def test_a_folder_that_transformers_saved_with_its_tokenizer_opens_here(tmp_path, hub, name):
+    """transformers 5 saves tokenizer.json and neither vocab.json nor merges.txt."""
+    encoding = tokenizer.load(name)
+    for file, text in tokenizer.hub_files(encoding, 16).items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    theirs = small_hub_model(hub, encoding.n_vocab)
+    theirs.save_pretrained(tmp_path / "saved")
+    hub.AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "vocab.json").exists()
+    loaded = checkpoint.load(str(tmp_path / "saved"))
+    assert tokenizer.identity(loaded.encoding) == tokenizer.identity(encoding)
+    ids = random_ids(encoding.n_vocab, 2, 16)
+    with torch.no_grad():
+        assert (theirs(ids).logits - loaded.model.eval()(ids)).abs().max() < 1e-5
+
+
+def test_a_folder_without_a_tokenizer_is_refused_with_what_to_do(tmp_path, hub):
+    small_hub_model(hub, 257).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="save its tokenizer"):
+        checkpoint.load(str(tmp_path))
