@@ -21,7 +21,7 @@ from config import TrainConfig
 from data import loader, prepare, tokenizer
 from metrics import RunLog, flops_per_token, write_durably
 from model import GPT
-from optim import Optimizer
+from optim import Optimizer, lr_at
 
 # What a resumed run must share with the saved one, and what it may change without a word.
 SHAPE = ("n_layer", "n_head", "n_embd", "post_ln", "final_norm", "norm")
@@ -282,6 +282,9 @@ def describe(run: Run, device_name: str, seconds: float) -> Iterator[str]:
     sizes = {k: sum(p.numel() for p in group.values()) for k, group in o.groups.items() if group}
     groups = ", ".join(f"{k} {size:,} in {len(o.groups[k])} tensors" for k, size in sizes.items())
     yield f"optimizer  {run.cfg.optimizer.optimizer}, fused; {groups}"
+    if run.cfg.optimizer.warmup_steps > r.steps:
+        highest = lr_at(r.steps - 1, run.cfg.optimizer, r.steps)
+        yield f"warning: warm-up is longer than the run: the learning rate ends at {highest:.2e}"
     if o.muon and run.device.type == "cpu":
         yield "warning: torch's Muon works in bfloat16, which is very slow on a CPU without it"
     yield (

@@ -601,6 +601,12 @@ def test_the_start_says_what_will_be_done(corpus, tmp_path, capsys):
         assert words in out
 
 
+def test_a_warm_up_longer_than_the_run_is_told_and_followed(corpus, tmp_path, capsys):
+    train.train(tiny(corpus, tmp_path, steps=4, warmup_steps=10))
+    assert "the learning rate ends at 4.00e-03" in capsys.readouterr().out
+    assert [r["lr"] for r in rows(tmp_path)] == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3])
+
+
 def test_epochs_are_told(tmp_path, capsys):
     """20,480 training tokens, 1,024 a step, 100 steps: 5.0 epochs, in 16 micro-batches a step."""
     rng = random.Random(3)
