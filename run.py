@@ -110,8 +110,9 @@ def set_up(cfg: TrainConfig, processes: runtime.Processes, device: torch.device)
     # A resumed run's shape was compared already, and stays written as it was.
     model, encoding, cfg = build_model(cfg, source, () if resumed else SHAPE)
     loader.check_tokenizer(folder, tokenizer.identity(encoding))
-    data = {"folder": folder.name, "id": loader.data_id(loader.read_meta(folder))}
-    if resumed and resumed.training["data"]["id"] != data["id"] and processes.first:
+    meta = loader.read_meta(folder)
+    data = {"folder": folder.name, "id": loader.data_id(meta), **loader.identity_of(meta)}
+    if resumed and loader.difference(resumed.training["data"], data) and processes.first:
         print(f"warning: different data: {folder} is not what this run was trained on", flush=True)
     T = model.config.block_size
     model = model.to(device)

@@ -1,4 +1,4 @@
-"""Where text comes from: a table of named corpora, and any path to text.
+"""Where text comes from: a table of named corpora, the Hub's datasets, and any path to text.
 
 A corpus yields documents, each a split ("train", "val", or None: to be chosen by the document's
 hash) and its text as chunks of UTF-8 bytes, so that no document has to fit into memory.
@@ -6,8 +6,11 @@ hash) and its text as chunks of UTF-8 bytes, so that no document has to fit into
 
 import difflib
 import functools
+import itertools
+import json
 import os
 import platform
+import re
 import sysconfig
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 
 CHUNK_BYTES = 1 << 20
-TEXT_SUFFIXES = (".txt", ".md", ".py")
+TEXT_SUFFIXES, ROW_SUFFIXES = (".txt", ".md", ".py"), (".jsonl", ".parquet")
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
@@ -26,16 +29,21 @@ Document = tuple[str | None, Iterator[bytes]]
 
 @dataclass(frozen=True)
 class Corpus:
-    """A source of documents. `source` is what meta.json says of it, and differs when the text does;
-    n_bytes: its size, 0 if unknown; cost: what preparing it takes, None where train.py may do it by
-    itself; val_share: of the documents that name no split."""
+    """A source of documents: documents(n) yields those from the n-th on, in a fixed order; where
+    `revision` finds the newest version of a source, documents(n, version) those of that one.
+    `source` is what meta.json says of it, and differs when the text does; n_bytes: its size, 0 if
+    unknown; cost: what preparing it takes, None where train.py may do it by itself; val_share: of
+    the documents that name no split. `shards`, instead of documents: a repository of the Hub whose
+    files have our layout already."""
 
     name: str
     source: dict
-    documents: Callable[[], Iterator[Document]]
+    documents: Callable[..., Iterator[Document]] | None
     n_bytes: int = 0
     val_share: float = 0.05
     cost: str | None = None
+    revision: Callable[[], str] | None = None
+    shards: str | None = None
 
 
 def _read(path: Path, start: int, stop: int) -> Iterator[bytes]:
@@ -56,34 +64,77 @@ def _split_point(path: Path, size: int) -> int:
     return point
 
 
-def _file_documents(paths: list[Path]) -> Iterator[Document]:
-    """A document per file. Where they are too few for a hash to choose fairly, the end of each
-    one is validation text instead."""
-    for path in paths:
-        size = path.stat().st_size
-        if len(paths) >= 64:
-            yield None, _read(path, 0, size)
-        else:
-            point = _split_point(path, size)
-            yield "train", _read(path, 0, point)
-            yield "val", _read(path, point, size)
+def _rows(path: Path, field: str) -> Iterator[str]:
+    """The texts of a .jsonl or .parquet file. ValueError, with the fields, if one lacks it."""
+    if path.suffix.lower() == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            file = pyarrow.parquet.ParquetFile(path)
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"{path} is no Parquet file: {error}") from None
+        with file:
+            if field not in file.schema_arrow.names:
+                raise ValueError(_no_field(path, field, file.schema_arrow.names))
+            for batch in file.iter_batches(batch_size=256, columns=[field]):
+                yield from batch.column(0).to_pylist()
+        return
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                yield row[field]
+            except (ValueError, KeyError, TypeError) as error:
+                fields = list(row) if isinstance(error, KeyError) else []
+                reason = _no_field(path, field, fields) if fields else f"no JSON object ({error})"
+                raise ValueError(f"line {number} of {path}: {reason}") from None
 
 
-def _stdlib() -> Corpus:
+def _no_field(path: Path, field: str, fields: list[str]) -> str:
+    return f"{path} has no field {field!r}, but {', '.join(fields)}: take --text-field"
+
+
+def _file_documents(paths: list[Path], text_field: str, start: int = 0) -> Iterator[Document]:
+    """A document per text file, and per row of the others. Where files are too few for a hash to
+    choose fairly, the end of each is validation text instead."""
+
+    def documents() -> Iterator[Document]:
+        by_hash = len(paths) >= 64 or any(p.suffix.lower() in ROW_SUFFIXES for p in paths)
+        for path in paths:
+            size = path.stat().st_size
+            if path.suffix.lower() in ROW_SUFFIXES:
+                for text in _rows(path, text_field):
+                    yield None, iter(((text or "").encode("utf-8", "surrogatepass"),))
+            elif by_hash:
+                yield None, _read(path, 0, size)
+            else:
+                point = _split_point(path, size)
+                yield "train", _read(path, 0, point)
+                yield "val", _read(path, point, size)
+
+    return itertools.islice(documents(), start, None)
+
+
+def _stdlib(name: str) -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    paths = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)]
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in skip]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
     paths.sort(key=lambda p: p.relative_to(root).as_posix())
     source = {"text": "the running Python's standard library, without its tests"}
     source["revision"] = f"{platform.python_implementation()} {platform.python_version()}"
-    size = sum(p.stat().st_size for p in paths)
-    return Corpus("stdlib", source, functools.partial(_file_documents, paths), size)
+    documents = functools.partial(_file_documents, paths, "text")
+    return Corpus(name, source, documents, sum(p.stat().st_size for p in paths))
 
 
-def _shakespeare() -> Corpus:
-    def documents() -> Iterator[Document]:
+def _shakespeare(name: str) -> Corpus:
+    def documents(start: int = 0) -> Iterator[Document]:
         try:
-            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as answer:
+            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=8) as answer:
                 text = answer.read()
         except OSError as error:
             raise ValueError(
@@ -93,23 +144,24 @@ def _shakespeare() -> Corpus:
         if sha256(text).hexdigest() != SHAKESPEARE_SHA256:
             raise ValueError(f"{SHAKESPEARE_URL} is not the text it was: its sha256 differs")
         point = int(0.9 * len(text))
-        yield "train", iter((text[:point],))
-        yield "val", iter((text[point:],))
+        parts = [("train", iter((text[:point],))), ("val", iter((text[point:],)))]
+        yield from parts[start:]
 
     source = {"text": SHAKESPEARE_URL, "sha256": SHAKESPEARE_SHA256}
-    return Corpus("shakespeare", source, documents, 1_115_394)
+    return Corpus(name, source, documents, 1_115_394)
 
 
-def _local(path: Path) -> Corpus:
+def _local(path: Path, text_field: str) -> Corpus:
+    known = TEXT_SUFFIXES + ROW_SUFFIXES
     if path.is_file():
-        paths = [path] if path.suffix.lower() in TEXT_SUFFIXES else []
+        paths = [path] if path.suffix.lower() in known else []
     else:
         walk = os.walk(path)
         paths = [Path(folder, name) for folder, _, names in walk for name in names]
-        paths = [p for p in paths if p.suffix.lower() in TEXT_SUFFIXES]
+        paths = [p for p in paths if p.suffix.lower() in known and p.is_file()]
         paths = [p for p in paths if not any(s.startswith(".") for s in p.relative_to(path).parts)]
     if not paths:
-        raise ValueError(f"{path} holds no text: files that end in {', '.join(TEXT_SUFFIXES)}")
+        raise ValueError(f"{path} holds no text: files that end in {', '.join(known)}")
     paths.sort(key=lambda p: p.as_posix())
     stats = [p.stat() for p in paths]
     source = {
@@ -118,7 +170,9 @@ def _local(path: Path) -> Corpus:
         "bytes": sum(s.st_size for s in stats),
         "modified_ns": max(s.st_mtime_ns for s in stats),
     }
-    documents = functools.partial(_file_documents, paths)
+    if any(p.suffix.lower() in ROW_SUFFIXES for p in paths):
+        source["text_field"] = text_field
+    documents = functools.partial(_file_documents, paths, text_field)
     return Corpus(local_name(path), source, documents, source["bytes"])
 
 
@@ -128,47 +182,103 @@ def local_name(path: Path) -> str:
     return f"{stem}-{sha256(os.fsencode(path.resolve())).hexdigest()[:8]}"
 
 
-def _from_hub(name: str, repo: str, subset: str | None, revision: str, cost: str) -> Corpus:
-    """A text column of a Parquet dataset, streamed with `datasets`; scripts are never run."""
+def _revision(repo: str, revision: str) -> str:
+    """The commit that a branch of a Hub dataset stands at now."""
+    from huggingface_hub import HfApi
 
-    def documents() -> Iterator[Document]:
+    try:
+        return HfApi().dataset_info(repo, revision=revision, timeout=8).sha
+    except Exception as error:  # its HTTP client's errors come through as they are
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"the Hub does not give the dataset {repo} ({reason}): look at the connection and the "
+            "name, or give a path to text"
+        ) from None
+
+
+def _from_hub(
+    name: str,
+    repo: str,
+    subset: str | None = None,
+    column: str = "text",
+    revision: str = "main",
+    cost: str = "an unknown download, and a minute of tokenizing per GB and core",
+    n_bytes: int = 0,
+) -> Corpus:
+    """A text column of a Parquet dataset, streamed by `datasets`; no script is ever run."""
+
+    def documents(start: int = 0, commit: str = revision) -> Iterator[Document]:
         from datasets import load_dataset
 
-        rows = load_dataset(repo, subset, split="train", streaming=True, revision=revision)
-        for row in rows.select_columns(["text"]):
-            yield None, iter((row["text"].encode("utf-8", "surrogatepass"),))
+        try:
+            rows = load_dataset(repo, subset, split="train", streaming=True, revision=commit)
+            for row in rows.select_columns([column]).skip(start):
+                yield None, iter(((row[column] or "").encode("utf-8", "surrogatepass"),))
+        except (RuntimeError, ValueError, KeyError, OSError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"datasets can't stream {repo}, column {column} ({reason}). If it says that "
+                "dataset scripts are no longer supported, take a dataset in Parquet; if it names "
+                "configs or columns, write hf:owner/name:config:column"
+            ) from None
 
-    source = {"text": repo, "subset": subset, "revision": revision}
-    return Corpus(name, source, documents, val_share=0.001, cost=cost)
+    source = {"text": repo, "subset": subset, "column": column, "branch": revision}
+    newest = functools.partial(_revision, repo, revision)
+    return Corpus(name, source, documents, n_bytes, 0.01, cost, newest)
 
 
-NAMED: dict[str, Callable[[], Corpus]] = {
+NAMED: dict[str, Callable[[str], Corpus]] = {
     "stdlib": _stdlib,
     "shakespeare": _shakespeare,
-    "fineweb_edu": lambda: _from_hub(
-        "fineweb_edu",
-        "HuggingFaceFW/fineweb-edu",
-        "sample-10BT",
-        "main",
-        "about 28 GB to download, 20 GB of tokens on disk, and some hours of tokenizing",
+    "fineweb_edu": functools.partial(
+        _from_hub,
+        repo="HuggingFaceFW/fineweb-edu",
+        subset="sample-10BT",
+        cost="about 28 GB to download, 20 GB of tokens on disk, and some hours of tokenizing",
+        n_bytes=48_000_000_000,
     ),
-    "openwebtext": lambda: _from_hub(
-        "openwebtext",
-        "Skylion007/openwebtext",
+    "openwebtext": functools.partial(
+        _from_hub,
+        repo="Skylion007/openwebtext",
+        revision="refs/convert/parquet",
+        cost="about 24 GB to download, 18 GB of tokens on disk, and some hours of tokenizing",
+        n_bytes=40_000_000_000,
+    ),
+    "fineweb10B-gpt2": lambda name: Corpus(
+        name,
+        {"text": "kjj0/fineweb10B-gpt2"},
         None,
-        "refs/convert/parquet",
-        "about 24 GB to download, 18 GB of tokens on disk, and some hours of tokenizing",
+        cost="20 GB to download, already tokenized: training can start after the first 400 MB",
+        revision=functools.partial(_revision, "kjj0/fineweb10B-gpt2", "main"),
+        shards="kjj0/fineweb10B-gpt2",
     ),
 }
 
 
-def find(corpus: str) -> Corpus:
+def find(corpus: str, text_field: str = "text") -> Corpus:
     """The corpus of that name or path. ValueError, with the choices, if there is none."""
     if corpus in NAMED:
-        return NAMED[corpus]()
+        return NAMED[corpus](corpus)
+    if corpus.startswith("hf:"):
+        repo, *rest = corpus.removeprefix("hf:").split(":")
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo) or len(rest) > 2:
+            raise ValueError(f"{corpus}: write hf:owner/name, with :config and :column if needed")
+        subset, column = (*rest, "", "")[:2]
+        return _from_hub(folder_name(corpus), repo, subset or None, column or "text")
     if Path(corpus).exists():
-        return _local(Path(corpus))
+        return _local(Path(corpus), text_field)
     near = difflib.get_close_matches(corpus, NAMED, 1)
     hint = f"did you mean {near[0]}? " if near else ""
     names = ", ".join(NAMED)
-    raise ValueError(f"no corpus {corpus!r}: {hint}there are {names}, or give a path that exists")
+    raise ValueError(
+        f"no corpus {corpus!r}: {hint}there are {names}, hf:owner/name, or give a path that exists"
+    )
+
+
+def folder_name(corpus: str) -> str:
+    """The part of a prepared folder's name that stands for the corpus."""
+    if corpus in NAMED:
+        return corpus
+    if corpus.startswith("hf:"):
+        return re.sub(r"[^\w.-]+", "_", corpus.removeprefix("hf:"))
+    return local_name(Path(corpus))

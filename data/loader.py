@@ -5,17 +5,23 @@ tokens, zeros), then that many uint16 ids. Beside the shards lies meta.json (see
 
 A window is block_size inputs and the same shifted by one as targets: block_size + 1 ids, whose last
 one is the next window's first, so that each target is predicted exactly once per epoch.
+
+Training may start while data/prepare.py is still at work: meta.json then says "complete": false and
+names the shards that are there, and who needs a later one waits for it.
 """
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import filelock
 import numpy as np
 import torch
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+POLL_SECONDS = 1.0
 
 
 def shard_header(n_tokens: int) -> bytes:
@@ -38,14 +44,46 @@ def count_tokens(path: Path) -> int:
     return n
 
 
+def read_json(path: Path) -> dict:
+    """ValueError, naming the file, if it can't be read or holds no object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content.items()
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} can't be read ({type(error).__name__}: {error})") from None
+    return content
+
+
+def lock_of(folder: Path) -> filelock.FileLock:
+    """What a process holds while it prepares this folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return filelock.FileLock(folder.parent / f".{folder.name}.lock")
+
+
+def is_being_prepared(folder: Path) -> bool:
+    try:
+        with lock_of(folder).acquire(timeout=0):
+            return False
+    except filelock.Timeout:
+        return True
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a corpus lies there, prepared to its end."""
+    path = folder / "meta.json"
+    return path.exists() and read_json(path).get("complete", True)
+
+
 def read_meta(folder: Path) -> dict:
     """meta.json of a prepared folder. ValueError if it can't be read or names missing shards."""
     path = folder / "meta.json"
+    meta = read_json(path)
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        if not meta.get("complete", True):  # the last ones may be getting their names just now
+            meta["shards"] = [s for s in meta["shards"] if (folder / s["file"]).exists()]
         shards = {s["file"]: s["tokens"] for s in meta["shards"]}
         [meta["tokenizer"][key] for key in ("name", "n_vocab", "sha256")]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} can't be read ({type(error).__name__}: {error})") from None
     for name, tokens in shards.items():
         if not (folder / name).exists():
@@ -68,6 +106,21 @@ def data_id(meta: dict) -> str:
     return hashlib.sha256("".join(s["sha256"] for s in meta["shards"]).encode()).hexdigest()
 
 
+def difference(before: dict, now: dict) -> bool:
+    """Whether two corpora, as `identity_of` tells them, differ in what both have."""
+    pairs = [(before[split], now[split]) for split in ("val", "train")]
+    if before["complete"] and now["complete"]:
+        return any(a != b for a, b in pairs)
+    return any(x != y for a, b in pairs for x, y in zip(a, b, strict=False))
+
+
+def identity_of(meta: dict) -> dict:
+    """What a checkpoint keeps of a corpus: the hashes of its shards so far."""
+    hashes = {s["file"]: s["sha256"] for s in meta["shards"]}
+    splits = {p: [h for f, h in hashes.items() if f.startswith(p)] for p in ("val", "train")}
+    return {"complete": meta.get("complete", True), **splits}
+
+
 class Tokens:
     """The windows of one split ("train" or "val"), numbered through all its shards.
 
@@ -75,20 +128,45 @@ class Tokens:
     container. ValueError, with the numbers, if the split is too short for a single window."""
 
     def __init__(self, folder: Path, split: str, block_size: int):
-        meta = read_meta(folder)
-        self.block_size, self.n_vocab = block_size, meta["tokenizer"]["n_vocab"]
-        shards = [s for s in meta["shards"] if s["file"].startswith(split + "_")]
-        self.paths = [folder / s["file"] for s in shards]
-        self.n_tokens = sum(s["tokens"] for s in shards)
-        windows = [max(0, s["tokens"] - 1) // block_size for s in shards]
-        self.first = np.concatenate([[0], np.cumsum(windows)]).astype(np.int64)
+        self.folder, self.split, self.block_size = folder, split, block_size
+        self._look()
+        self.wait_for(1)
         if not len(self):
             raise ValueError(
                 f"the {split} split of {folder} has {self.n_tokens} tokens: too few for one window "
                 f"of block_size + 1 = {block_size + 1}; take a smaller block_size or more text"
             )
 
+    def _look(self) -> None:
+        meta = read_meta(self.folder)
+        self.complete, self.n_vocab = meta.get("complete", True), meta["tokenizer"]["n_vocab"]
+        shards = [s for s in meta["shards"] if s["file"].startswith(self.split + "_")]
+        self.paths = [self.folder / s["file"] for s in shards]
+        self.n_tokens = sum(s["tokens"] for s in shards)
+        windows = [max(0, s["tokens"] - 1) // self.block_size for s in shards]
+        self.first = np.concatenate([[0], np.cumsum(windows)]).astype(np.int64)
+
+    def wait_for(self, windows: int) -> None:
+        """Return when there are so many windows, or all that there will be. ValueError if nobody
+        is preparing the rest."""
+        told = False
+        while len(self) < windows and not self.complete:
+            prepared = is_being_prepared(self.folder)
+            self._look()  # after that question: who has just finished has written all
+            if len(self) >= windows or self.complete:
+                return
+            if not prepared:
+                raise ValueError(
+                    f"{self.folder} is not complete, and nobody is preparing it: go on with the "
+                    "same `python -m data.prepare` command"
+                )
+            if not told:
+                print(f"waiting for more {self.split} tokens in {self.folder}", flush=True)
+                told = True
+            time.sleep(POLL_SECONDS)
+
     def __len__(self) -> int:
+        """Windows that are there."""
         return int(self.first[-1])
 
     def read(self, windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,8 +188,11 @@ class Batches:
     """The batch of any step, from (seed, step) alone: there is no position to save or to lose.
 
     An epoch goes through the shards in order, and through the windows of each in a permutation
-    drawn from (seed, epoch, shard). Step s takes the s-th rows_per_step rows of the epochs laid end
-    to end; of these, process `rank` takes its equal share, and a micro-batch its part of that."""
+    drawn from (seed, epoch, shard): so training can start with the first shard and see what it
+    would have seen later. The price: windows mix within a shard (100M tokens unless told otherwise)
+    and never across; documents keep the source's order at that scale, in every epoch.
+    Step s takes the s-th rows_per_step rows of the epochs laid end to end; of these, process `rank`
+    takes its equal share, and a micro-batch its part of that."""
 
     def __init__(
         self, tokens: Tokens, *, seed: int, rows_per_step: int, rank: int = 0, world_size: int = 1
@@ -133,6 +214,7 @@ class Batches:
         """Window numbers of this process at a step (0-based), in order."""
         first_row = step * self.rows_per_step + self.rank * self.share
         rows = np.arange(first_row, first_row + self.share)
+        self.tokens.wait_for(int(rows[-1]) + 1)
         epochs, places = np.divmod(rows, len(self.tokens))
         first = self.tokens.first
         shards = np.searchsorted(first, places, side="right") - 1

@@ -1,30 +1,49 @@
 """Program: text to token shards. `python -m data.prepare CORPUS [--tokenizer gpt2|byte]`
 
-<data_dir>/<corpus>-<tokenizer>/ gets {val,train}_NNNNNN.bin (see data/loader.py) and, last of all,
-meta.json: corpus, source, tokenizer, and per shard tokens, documents, bytes of text and sha256.
+<data_dir>/<corpus>-<tokenizer>/ gets {val,train}_NNNNNN.bin (see data/loader.py) and meta.json:
+corpus, source, tokenizer, and per shard tokens, documents, bytes of text and sha256. Killed at any
+moment, the same command goes on where it was. Training may start meanwhile.
 """
 
 import codecs
 import hashlib
-import json
+import itertools
 import os
 import shlex
+import shutil
 import sys
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import tiktoken
 import tyro
-from filelock import FileLock
 from tqdm import tqdm
 
 import config
 from data import corpora, loader, tokenizer
+from data.writer import Preparation
 
-PIECE_CHARS = 1 << 20
+PIECE_CHARS = 1 << 18
+SNAPSHOT_SECONDS = 5.0
+SHARD_TOKENS = 100_000_000
+
+
+@dataclass
+class Piece:
+    """A part of a document: the `piece`-th of the `document`-th. An empty document has one, too."""
+
+    document: int
+    piece: int
+    split: str
+    text: str
+    replaced: int = 0
 
 
 class TextPieces:
@@ -41,14 +60,16 @@ class TextPieces:
         self.replaced += 1
         return "\ufffd", error.end
 
-    def of(self, chunks: Iterator[bytes]) -> Iterator[str]:
+    def of(self, chunks: Iterable[bytes]) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")("count-and-replace")
         text = ""
         for chunk in chunks:
-            text += decoder.decode(chunk)
-            if len(text) >= PIECE_CHARS and (cut := self._last_cut(text)):
-                yield text[:cut]
-                text = text[cut:]
+            # A row of a dataset comes as one chunk, whatever its length.
+            for start in range(0, len(chunk), corpora.CHUNK_BYTES):
+                text += decoder.decode(chunk[start : start + corpora.CHUNK_BYTES])
+                if len(text) >= PIECE_CHARS and (cut := self._last_cut(text)):
+                    yield text[:cut]
+                    text = text[cut:]
         text += decoder.decode(b"", True)
         if text:
             yield text
@@ -62,65 +83,58 @@ class TextPieces:
         return cut if cut or len(text) < 2 * PIECE_CHARS else len(text)
 
 
-class ShardWriter:
-    """The shards of one split; each gets its final name when it is complete and on the disk."""
-
-    def __init__(self, folder: Path, split: str, shard_tokens: int, encoding: tiktoken.Encoding):
-        self.folder, self.split, self.limit = folder, split, shard_tokens
-        self.end, self.lengths = encoding.eot_token, tokenizer.text_bytes(encoding)
-        self.shards: list[dict] = []
-        self.file, self.tokens = None, 0
-
-    def add(self, ids: list[int]) -> None:
-        """Append token ids. ValueError for an id that uint16 can't hold: nothing is wrapped."""
-        ids = np.asarray(ids, np.int64)
-        if len(ids) and not 0 <= ids.min() <= ids.max() < 2**16:
-            raise ValueError(f"token ids must fit 16 bits, got {ids.min()} to {ids.max()}")
-        while len(ids):
-            if self.file is None:
-                self._open()
-            part, ids = ids[: self.limit - self.tokens], ids[self.limit - self.tokens :]
-            self.file.write(part.astype("<u2").tobytes())
-            self.tokens += len(part)
-            self.shards[-1]["documents"] += int((part == self.end).sum())
-            self.shards[-1]["bytes"] += int(self.lengths[part].sum())
-            if self.tokens == self.limit:
-                self.close()
-
-    def _open(self) -> None:
-        name = f"{self.split}_{len(self.shards):06d}.bin"
-        self.shards.append({"file": name, "tokens": 0, "documents": 0, "bytes": 0})
-        self.file, self.tokens = open(self.folder / f"{name}.tmp", "wb"), 0  # noqa: SIM115
-        self.file.write(loader.shard_header(0))
-
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def __exit__(self, kind, *_) -> None:
-        if kind is None:
-            self.close()
-        elif self.file is not None:
-            self.file.close()
-
-    def close(self) -> None:
-        if self.file is None:
-            return
-        self.file.seek(0)
-        self.file.write(loader.shard_header(self.tokens))
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        self.file, shard = None, self.shards[-1]
-        with open(self.folder / f"{shard['file']}.tmp", "rb") as file:
-            shard["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-        shard["tokens"] = self.tokens
-        os.replace(self.folder / f"{shard['file']}.tmp", self.folder / shard["file"])
-
-
 def _is_validation(first_piece: str, share: float) -> bool:
     """Chosen by the document's own beginning, so that it stays where it is when others come."""
     digest = hashlib.sha256(first_piece.encode("utf-8", "replace")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def _pieces(documents: Iterator[corpora.Document], place: dict, share: float) -> Iterator[Piece]:
+    """All pieces from `place` on; documents begin with the one that it names."""
+    source = TextPieces()
+    for number, (split, chunks) in enumerate(documents, start=place["document"]):
+        before, n = source.replaced, 0
+        for n, text in enumerate(source.of(chunks), start=1):
+            if n == 1:
+                split = split or ("val" if _is_validation(text, share) else "train")
+            if number > place["document"] or n > place["piece"]:
+                yield Piece(number, n - 1, split, text, source.replaced - before)
+            before = source.replaced
+        if not n and (number > place["document"] or not place["piece"]):
+            yield Piece(number, 0, "train", "")
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Consecutive pieces, about PIECE_CHARS together: short documents share the cost of a task."""
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text) + 1
+        if size >= PIECE_CHARS or len(batch) >= 4096:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encoded(
+    batches: Iterator[list[Piece]], encoding: tiktoken.Encoding, workers: int
+) -> Iterator[tuple[list[Piece], list[np.ndarray]]]:
+    """The batches in order with their ids, some of them ahead on other threads: tiktoken does not
+    hold Python's lock, so threads are as fast as processes and share the vocabulary."""
+
+    def encode(batch: list[Piece]) -> list[np.ndarray]:
+        return [encoding.encode_to_numpy(p.text, disallowed_special=()) for p in batch]
+
+    with ThreadPoolExecutor(workers) as pool:
+        ahead = deque()
+        for batch in batches:
+            ahead.append((batch, pool.submit(encode, batch)))
+            if len(ahead) > 2 * workers:
+                done, ids = ahead.popleft()
+                yield done, ids.result()
+        for done, ids in ahead:
+            yield done, ids.result()
 
 
 def prepare(
@@ -128,94 +142,188 @@ def prepare(
     encoding: tiktoken.Encoding,
     folder: Path,
     *,
-    shard_tokens: int = 100_000_000,
+    shard_tokens: int = SHARD_TOKENS,
     max_tokens: int | None = None,
+    workers: int = 1,
 ) -> dict:
-    """Write the shards of a corpus and return its meta.json. Memory does not grow with the text.
+    """Write the shards of a corpus, or go on writing them, and return meta.json. Memory does not
+    grow with the text, and the bytes do not depend on `workers`.
 
     Each document is preceded by <|endoftext|>; that mark within a text stays text. Empty documents
-    are skipped and counted."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in [folder / "meta.json", *folder.glob("*.bin*")]:
-        old.unlink(missing_ok=True)
-    writers = {s: ShardWriter(folder, s, shard_tokens, encoding) for s in ("val", "train")}
-    pieces, empty, total = TextPieces(), 0, 0
-    bar = tqdm(total=corpus.n_bytes or None, unit="B", unit_scale=True, disable=None)
-    bar.set_description(f"tokenizing {corpus.name}")
-    with bar, writers["val"], writers["train"]:
-        for split, chunks in corpus.documents():
-            writer = None
-            for piece in pieces.of(chunks):
-                if writer is None:
-                    chosen = "val" if _is_validation(piece, corpus.val_share) else "train"
-                    writer = writers[split or chosen]
-                    writer.add([encoding.eot_token])
-                ids = encoding.encode_ordinary(piece)
-                writer.add(ids)
-                total += len(ids)
-                bar.update(len(piece.encode("utf-8", "replace")))
-            empty += writer is None
-            if max_tokens and total >= max_tokens:
-                break
-    meta = {
-        "format": 1,
-        "corpus": corpus.name,
-        "source": corpus.source,
-        "tokenizer": tokenizer.identity(encoding),
-        "empty_documents": empty,
-        "replaced_invalid_utf8": pieces.replaced,
-        "shards": [shard for writer in writers.values() for shard in writer.shards],
-    }
-    with open(folder / "meta.json.tmp", "w", encoding="utf-8") as file:
-        json.dump(meta, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(folder / "meta.json.tmp", folder / "meta.json")
-    return meta
+    are skipped and counted. Validation shards are a hundredth as long as training shards, so that
+    some are there early."""
+    old = loader.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
+    source, documents = corpus.source, corpus.documents
+    if corpus.revision:
+        version = old.get("source", {}).get("revision") or corpus.revision()
+        source = source | {"revision": version}
+        documents = partial(documents, commit=version) if documents else None
+    about = {"corpus": corpus.name, "source": source, "tokenizer": tokenizer.identity(encoding)}
+    val_tokens = max(shard_tokens // 100, min(shard_tokens, 1_000_000))
+    limits = {"val": val_tokens, "train": shard_tokens}
+    state = Preparation(folder, about, limits, encoding)
+    with state.writers["val"], state.writers["train"]:
+        if corpus.shards:
+            _fetch_shards(corpus.shards, version, state, max_tokens)
+        else:
+            pieces = _pieces(documents(state.place["document"]), state.place, corpus.val_share)
+            with tqdm(total=corpus.n_bytes or None, unit="B", unit_scale=True, disable=None) as bar:
+                bar.set_description(f"tokenizing {corpus.name}")
+                bar.update(sum(w.n_bytes for w in state.writers.values()))
+                encoded = _encoded(_batches(pieces), encoding, workers)
+                _write(encoded, state, bar, encoding.eot_token, max_tokens)
+        state.snapshot(complete=True)
+    return state.meta
+
+
+def _write(
+    encoded: Iterator[tuple[list[Piece], list[np.ndarray]]],
+    state: Preparation,
+    bar: tqdm,
+    end: int,
+    max_tokens: int | None,
+) -> None:
+    total, last = sum(w.n_tokens for w in state.writers.values()), time.monotonic()
+    for batch, ids in encoded:
+        for piece, its in zip(batch, ids, strict=True):
+            if not piece.piece and max_tokens and total >= max_tokens:
+                return
+            if not piece.text:
+                state.meta["empty_documents"] += 1
+            elif not piece.piece:
+                its = np.concatenate([[end], its])
+            state.meta["replaced_invalid_utf8"] += piece.replaced
+            state.writers[piece.split].add(its)
+            state.place = {"document": piece.document, "piece": piece.piece + 1}
+            total += len(its)
+            bar.update(len(piece.text.encode("utf-8", "replace")))
+        bar.set_postfix_str(f"{total:,} tokens")
+        if state.finished > state.published or time.monotonic() - last > SNAPSHOT_SECONDS:
+            state.snapshot()
+            last = time.monotonic()
+
+
+def _fetch_shards(repo: str, commit: str, state: Preparation, max_tokens: int | None) -> None:
+    """Shards that somebody has tokenized already, one by one, checked and used as they are."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    if state.meta["tokenizer"]["name"] != "gpt2":
+        raise ValueError(f"{repo} holds GPT-2 tokens: take --tokenizer gpt2")
+    where = {"repo_id": repo, "repo_type": "dataset", "revision": commit}
+    try:
+        names = sorted(n for n in HfApi().list_repo_files(**where) if n.endswith(".bin"))
+        for split, writer in state.writers.items():
+            theirs = [n for n in names if f"_{split}_" in n]
+            for name in tqdm(theirs[len(writer.shards) :], unit="shard", desc=split, disable=None):
+                if split == "train" and max_tokens and writer.n_tokens >= max_tokens:
+                    break
+                fetched = Path(
+                    hf_hub_download(filename=name, local_dir=state.folder / "hub", **where)
+                )
+                writer.adopt(fetched)
+                state.snapshot()
+    except ValueError:
+        raise
+    except Exception as error:  # its HTTP client's errors come through as they are
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"the Hub does not give {repo} ({reason}): try again later") from None
+    shutil.rmtree(state.folder / "hub", ignore_errors=True)
+
+
+def estimate(
+    corpus: corpora.Corpus, encoding: tiktoken.Encoding, folder: Path, workers: int
+) -> str:
+    """How much disk and time preparing takes. ValueError if the disk has too little room."""
+    if corpus.shards or not corpus.n_bytes:
+        return corpus.cost or "an unknown amount of text"
+    sample = ("The quick brown fox, who has 3 cubs, jumps over it.\n" * 2000)[:100_000]
+    start = time.perf_counter()
+    encoding.encode_to_numpy(sample, disallowed_special=())
+    seconds = (time.perf_counter() - start) / len(sample) * corpus.n_bytes / workers
+    # A token of GPT-2 stands for 4 bytes of English and 2 or fewer of much else; 2 bytes each.
+    need = corpus.n_bytes * (2 if encoding.n_vocab == 257 else 1)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if free < need:
+        raise ValueError(
+            f"{folder} needs up to {need / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free: "
+            "make room, take another --data-dir, or set --max-tokens"
+        )
+    return (
+        f"{corpus.n_bytes / 1e9:.3f} GB of text, up to {need / 1e9:.3f} GB of tokens "
+        f"({free / 1e9:.0f} GB free), about {seconds / 60:.1f} minutes on {workers} worker(s)"
+    )
 
 
 def folder_of(corpus: str, tokenizer_name: str, data_dir: Path) -> Path:
     """Where the tokens of a corpus (a name or a path) lie, whether they are prepared or not."""
     plain = data_dir / f"{corpus}-{tokenizer_name}"
-    if corpus in corpora.NAMED or (os.sep not in corpus and (plain / "meta.json").exists()):
+    if os.sep not in corpus and (plain / "meta.json").exists():
         return plain
-    return data_dir / f"{corpora.local_name(Path(corpus))}-{tokenizer_name}"
+    return data_dir / f"{corpora.folder_name(corpus)}-{tokenizer_name}"
 
 
 def ensure(corpus: str, tokenizer_name: str, data_dir: Path) -> Path:
-    """The folder of prepared tokens; local text is prepared on first use. ValueError where that
-    needs a download, or where the text has changed since."""
+    """The folder of tokens, prepared or being prepared; local text is prepared on first use.
+    ValueError where that needs a download, or where the text has changed since."""
     folder = folder_of(corpus, tokenizer_name, data_dir)
     command = f"python -m data.prepare {shlex.quote(corpus)} --tokenizer {tokenizer_name}"
     if data_dir != Path("data/prepared"):
         command += f" --data-dir {shlex.quote(str(data_dir))}"
-    if (folder / "meta.json").exists():
+    if loader.is_complete(folder):
         meta = loader.read_meta(folder)
-        if corpus not in corpora.NAMED and Path(corpus).exists():
-            now = corpora.find(corpus).source
+        if folder.name.startswith(corpora.local_name(Path(corpus))) and Path(corpus).exists():
+            now = corpora.find(corpus, meta["source"].get("text_field", "text")).source
             if meta["source"] != now:
                 raise ValueError(
                     f"{corpus} has changed since it was prepared (then {meta['source']}, now "
                     f"{now}): run `{command} --force` to prepare it again"
                 )
         return folder
+    started = (folder / "meta.json").exists()
+    if started and loader.is_being_prepared(folder):
+        return folder
     found = corpora.find(corpus)
     if found.cost:
+        state = "only partly prepared" if started else "not prepared"
         raise ValueError(
-            f"corpus {corpus} is not prepared in {data_dir}. That takes {found.cost}: "
+            f"corpus {corpus} is {state} in {data_dir}. That takes {found.cost}: "
             f"run `{command}`.\nWithout a download: `python train.py config/quickstart.toml` "
             "trains a small model on text that is already here."
         )
-    with _locked(folder):
-        if not (folder / "meta.json").exists():
-            prepare(found, tokenizer.load(tokenizer_name), folder)
+    with loader.lock_of(folder):
+        if not loader.is_complete(folder):
+            encoding = tokenizer.load(tokenizer_name)
+            estimate(found, encoding, folder, 1)
+            prepare(found, encoding, folder, workers=os.cpu_count() or 1)
     return folder
 
 
-def _locked(folder: Path) -> FileLock:
-    """One preparation of a folder at a time, over all processes."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(folder.parent / f".{folder.name}.lock")
+def inspect(folder: Path) -> Iterator[str]:
+    """What a person wants to see of a prepared folder, its hashes checked."""
+    meta = loader.read_meta(folder)
+    state = "complete" if meta.get("complete", True) else "not complete"
+    yield f"{folder}: {meta['corpus']}, {meta['tokenizer']['name']} tokens, {state}"
+    yield f"source: {meta['source']}"
+    empty, replaced = meta.get("empty_documents", 0), meta.get("replaced_invalid_utf8", 0)
+    yield f"skipped empty documents: {empty}; replaced invalid UTF-8 sequences: {replaced}"
+    for shard in meta["shards"]:
+        path = folder / shard["file"]
+        with open(path, "rb") as file:
+            same = hashlib.file_digest(file, "sha256").hexdigest() == shard["sha256"]
+        n = shard["tokens"]
+        yield (
+            f"{shard['file']}  {n:,} tokens, {shard['documents']:,} documents, "
+            f"{shard['bytes'] / max(1, n):.2f} bytes per token, {path.stat().st_size:,} bytes, "
+            f"sha256 {shard['sha256'][:16]} {'checked' if same else 'DIFFERS: the file is damaged'}"
+        )
+    for split in ("val", "train"):
+        first = next((s for s in meta["shards"] if s["file"].startswith(split)), None)
+        if first:
+            ids = np.fromfile(folder / first["file"], "<u2", 200, offset=loader.HEADER_BYTES)
+            encoding = tokenizer.load(meta["tokenizer"]["name"])
+            lines = tokenizer.decode(encoding, ids.tolist()).splitlines()[:5]
+            yield from (f"{split}| {line}" for line in lines)
 
 
 @dataclass(frozen=True)
@@ -223,44 +331,58 @@ class PrepareConfig:
     """What to prepare."""
 
     corpus: tyro.conf.Positional[str] = ""
-    """A name, or a path to text or a folder of it; without one, the names are listed."""
+    """A name, hf:owner/name[:config][:column], or a path to text (.txt, .md, .py, .jsonl, .parquet)
+    or a folder of it; without one, the names are listed."""
     tokenizer: Literal["gpt2", "byte"] = "gpt2"
     """GPT-2's 50,257 byte pairs, or the 256 bytes and an end mark."""
     data_dir: Path = Path("data/prepared")
     """Folder of the prepared tokens."""
-    shard_tokens: int = 100_000_000
-    """Tokens per shard file."""
+    shard_tokens: int = SHARD_TOKENS
+    """Tokens per training shard; windows are shuffled within one."""
     max_tokens: int | None = None
     """Stop after the document that reaches this many tokens."""
+    workers: int = os.cpu_count() or 1
+    """Threads that tokenize; the result does not depend on it."""
+    text_field: str = "text"
+    """Field of .jsonl rows, column of .parquet files."""
     force: bool = False
     """Prepare again what is already prepared."""
+    inspect: Path | None = None
+    """Show what lies in this prepared folder, and check its hashes; nothing is prepared."""
 
 
 def main(argv: list[str]) -> int:
     cfg = config.parse(
         PrepareConfig, argv, prog="python -m data.prepare", description=__doc__, preset=False
     )
-    if not cfg.corpus:
-        for name, make in corpora.NAMED.items():
-            print(f"{name:16} {make().cost or 'no download'}")
-        print("or a path to text: " + ", ".join(corpora.TEXT_SUFFIXES) + ", or a folder of them")
+    if cfg.inspect:
+        print("\n".join(inspect(cfg.inspect)))
         return 0
-    for name in ("shard_tokens", "max_tokens"):
+    if not cfg.corpus:
+        for name in corpora.NAMED:
+            print(f"{name:16} {corpora.find(name).cost or 'a second'}")
+        print("or hf:owner/name[:config][:column], or a path to text or a folder of it")
+        return 0
+    for name in ("shard_tokens", "max_tokens", "workers"):
         value = getattr(cfg, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    found = corpora.find(cfg.corpus)
+    found = corpora.find(cfg.corpus, cfg.text_field)
     folder = folder_of(cfg.corpus, cfg.tokenizer, cfg.data_dir)
-    with _locked(folder):
-        if (folder / "meta.json").exists() and not cfg.force:
+    with loader.lock_of(folder):
+        if cfg.force:
+            shutil.rmtree(folder, ignore_errors=True)
+        if loader.is_complete(folder):
             print(f"{folder} is prepared already; --force prepares it again")
-            meta = loader.read_meta(folder)
         else:
+            encoding = tokenizer.load(cfg.tokenizer)
+            print(estimate(found, encoding, folder, cfg.workers), flush=True)
             limits = {"shard_tokens": cfg.shard_tokens, "max_tokens": cfg.max_tokens}
-            meta = prepare(found, tokenizer.load(cfg.tokenizer), folder, **limits)
-    for split in ("train", "val"):
-        shards = [s for s in meta["shards"] if s["file"].startswith(split)]
-        tokens, documents = (sum(s[k] for s in shards) for k in ("tokens", "documents"))
+            prepare(found, encoding, folder, **limits, workers=cfg.workers)
+    shards = loader.read_meta(folder)["shards"]
+    for split, its in itertools.groupby(shards, key=lambda s: s["file"].split("_")[0]):
+        its = list(its)
+        tokens, documents = (sum(s[k] for s in its) for k in ("tokens", "documents"))
         print(f"{folder}: {split} {tokens:,} tokens in {documents:,} documents")
     return 0
 

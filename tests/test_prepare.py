@@ -18,7 +18,8 @@ import pytest
 import config
 from data import corpora, loader, prepare, tokenizer
 from data.corpora import Corpus
-from data.prepare import PrepareConfig, ShardWriter, TextPieces
+from data.prepare import PrepareConfig, TextPieces
+from data.writer import ShardWriter
 
 ROOT = Path(config.__file__).parent.parent
 END = "<|endoftext|>"
@@ -31,8 +32,8 @@ def chunked(data: bytes, size: int = 1 << 20):
 def made(*documents, chunk: int = 1 << 20, **fields) -> Corpus:
     """A corpus of (split, text or bytes) or of mere texts, which are then training text."""
 
-    def give():
-        for document in documents:
+    def give(start=0):
+        for document in documents[start:]:
             split, text = document if isinstance(document, tuple) else ("train", document)
             yield split, chunked(text if isinstance(text, bytes) else text.encode(), chunk)
 
@@ -242,9 +243,8 @@ def test_preparing_again_leaves_nothing_of_the_old_shards(byte, tmp_path):
 @pytest.mark.parametrize("ids", [[65_536], [1, 70_000, 2], [-1], [50_256, 2**32]])
 def test_ids_that_do_not_fit_are_refused_and_not_wrapped(ids, byte, tmp_path):
     writer = ShardWriter(tmp_path, "train", 100, byte)
-    with pytest.raises(ValueError, match="must fit 16 bits"):
+    with writer, pytest.raises(ValueError, match="must fit 16 bits"):
         writer.add(ids)
-    writer.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -259,7 +259,7 @@ def breaks_after(*documents, within: bool):
         yield b"the beginning of a document " * 20
         raise Broken
 
-    def give():
+    def give(start=0):
         yield from made(*documents).documents()
         if within:
             yield "train", chunks()
@@ -269,17 +269,21 @@ def breaks_after(*documents, within: bool):
 
 
 @pytest.mark.parametrize("within", [True, False])
-def test_what_is_incomplete_never_has_a_final_name(within, byte, tmp_path):
+def test_what_is_incomplete_never_has_a_final_name(within, byte, tmp_path, monkeypatch):
+    """And a second call goes on where the first one failed."""
     limit = 100
+    monkeypatch.setattr(prepare, "PIECE_CHARS", 20)
     with pytest.raises(Broken):
         prepare.prepare(breaks_after(*TWENTY, within=within), byte, tmp_path, shard_tokens=limit)
-    assert not (tmp_path / "meta.json").exists()
-    shards = list(tmp_path.glob("*.bin"))
-    assert shards
-    for path in shards:
+    meta = json.loads((tmp_path / "meta.json").read_text(encoding="utf-8"))
+    assert meta["complete"] is False
+    shards = {p.name: p for p in tmp_path.glob("*.bin")}
+    assert shards.keys() == {s["file"] for s in meta["shards"]} != set()
+    for path in shards.values():
         assert loader.count_tokens(path) == limit
-    with pytest.raises(ValueError, match=r"meta\.json"):
-        loader.Tokens(tmp_path, "train", 16)
+    tokens = loader.Tokens(tmp_path, "train", 16)
+    with pytest.raises(ValueError, match="nobody is preparing"):
+        tokens.wait_for(10**6)
     again = prepare.prepare(made(*TWENTY), byte, tmp_path, shard_tokens=limit)
     fresh = prepare.prepare(made(*TWENTY), byte, tmp_path / "fresh", shard_tokens=limit)
     assert again == fresh
@@ -292,7 +296,7 @@ def test_a_failure_does_not_leave_the_old_meta_json_beside_new_shards(byte, tmp_
     assert not (tmp_path / "meta.json").exists()
 
 
-@pytest.mark.parametrize(("limit", "n"), [(1, 1), (5, 1), (6, 2), (15, 3), (16, 4), (10**6, 20)])
+@pytest.mark.parametrize(("limit", "n"), [(1, 1), (6, 1), (7, 2), (18, 3), (19, 4), (10**6, 20)])
 def test_a_limit_of_tokens_stops_after_the_document_that_reaches_it(limit, n, byte, tmp_path):
     prepare.prepare(made(*["five5"] * 20), byte, tmp_path, max_tokens=limit)
     assert documents_of(tmp_path, "train", byte) == ["five5"] * n
@@ -463,7 +467,7 @@ def test_the_program_lists_the_corpora_and_what_they_cost(capsys):
     lines = capsys.readouterr().out.splitlines()
     for name in corpora.NAMED:
         (line,) = [line for line in lines if line.startswith(name + " ")]
-        assert (corpora.find(name).cost or "no download") in line
+        assert (corpora.find(name).cost or "a second") in line
 
 
 @pytest.mark.parametrize("option", ["--shard-tokens=0", "--max-tokens=0", "--max-tokens=-5"])

@@ -1,0 +1,191 @@
+"""Token shards while they are written: whole under their final name or not there at all, and after
+a kill continued from the last snapshot.
+
+meta.json is the snapshot. While "complete" is false it also holds "progress": the place in the
+source (document, piece), and how much of each split's open shard, NAME.tmp, is valid. A shard gets
+its final name only after meta.json names it.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from data import loader, tokenizer
+
+
+def to_disk(path: Path, text: str) -> None:
+    """Replace a file by one with this text, whole or not at all."""
+    with open(f"{path}.tmp", "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+class ShardWriter:
+    """The shards of one split, `limit` tokens each. `shards`: the complete ones, as meta.json lists
+    them; `opened`: tokens, documents and bytes of the one that is being written."""
+
+    def __init__(self, folder: Path, split: str, limit: int, encoding: tiktoken.Encoding):
+        self.folder, self.split, self.limit = folder, split, limit
+        self.end, self.lengths = encoding.eot_token, tokenizer.text_bytes(encoding)
+        self.shards: list[dict] = []
+        self.opened: dict | None = None
+        self.file = None
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append token ids. ValueError for one that uint16 can't hold: nothing is wrapped."""
+        ids = np.asarray(ids, np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < 2**16:
+            raise ValueError(f"token ids must fit 16 bits, got {ids.min()} to {ids.max()}")
+        while len(ids):
+            if self.opened is None:
+                self._open({"tokens": 0, "documents": 0, "bytes": 0})
+            room = self.limit - self.opened["tokens"]
+            part, ids = ids[:room], ids[room:]
+            self.file.write(part.astype("<u2").tobytes())
+            self.opened["tokens"] += len(part)
+            self.opened["documents"] += int((part == self.end).sum())
+            self.opened["bytes"] += int(self.lengths[part].sum())
+            if self.opened["tokens"] == self.limit:
+                self.close_shard()
+
+    def _name(self) -> str:
+        return f"{self.split}_{len(self.shards):06d}.bin"
+
+    def _open(self, opened: dict) -> None:
+        """Begin a shard, or go on with one of which only these tokens are valid."""
+        path = self.folder / f"{self._name()}.tmp"
+        size = loader.HEADER_BYTES + 2 * opened["tokens"]
+        if opened["tokens"] and (not path.exists() or path.stat().st_size < size):
+            raise ValueError(f"{path} is shorter than meta.json says: prepare again with --force")
+        self.file = open(path, "r+b" if opened["tokens"] else "w+b")  # noqa: SIM115
+        self.file.write(loader.shard_header(0))
+        self.file.truncate(size)
+        self.file.seek(size)
+        self.opened = opened
+
+    def close_shard(self) -> None:
+        """Complete the open shard, still under its temporary name."""
+        if self.opened is None:
+            return
+        self.file.seek(0)
+        self.file.write(loader.shard_header(self.opened["tokens"]))
+        self.sync()
+        self.file.seek(0)
+        digest = hashlib.file_digest(self.file, "sha256").hexdigest()
+        self.file.close()
+        self.shards.append({"file": self._name()} | self.opened | {"sha256": digest})
+        self.file = self.opened = None
+
+    def sync(self) -> None:
+        if self.file is not None:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def publish(self) -> None:
+        """Give complete shards their final names. FileNotFoundError if one is gone."""
+        for shard in self.shards:
+            if not (self.folder / shard["file"]).exists():
+                os.replace(self.folder / f"{shard['file']}.tmp", self.folder / shard["file"])
+
+    def adopt(self, path: Path) -> None:
+        """A shard that is complete already becomes the next one. ValueError if it is damaged."""
+        tokens = loader.count_tokens(path)
+        ids = np.fromfile(path, "<u2", offset=loader.HEADER_BYTES)
+        if len(ids) and ids.max() > self.end:
+            raise ValueError(f"{path} holds id {ids.max()}, but GPT-2's end at {self.end}")
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        counts = {"tokens": tokens, "documents": int((ids == self.end).sum())}
+        counts["bytes"] = int(self.lengths[ids].sum())
+        os.replace(path, self.folder / f"{self._name()}.tmp")
+        self.shards.append({"file": self._name()} | counts | {"sha256": digest})
+
+    @property
+    def n_tokens(self) -> int:
+        return self._total("tokens")
+
+    @property
+    def n_bytes(self) -> int:
+        return self._total("bytes")
+
+    def _total(self, key: str) -> int:
+        return sum(shard[key] for shard in [*self.shards, *filter(None, [self.opened])])
+
+    def restore(self, shards: list[dict], opened: dict | None) -> None:
+        self.shards = [s for s in shards if s["file"].startswith(self.split + "_")]
+        self.publish()
+        if opened:
+            self._open(opened)
+
+
+class Preparation:
+    """A corpus on its way into a folder: writers for both splits, and snapshots of all.
+
+    Goes on where an incomplete meta.json stands, else starts anew. ValueError if that one is of
+    another source, tokenizer or sizes, or if its files are damaged."""
+
+    def __init__(self, folder: Path, about: dict, limits: dict[str, int], encoding):
+        self.folder, self.encoding = folder, encoding
+        self.meta = {"format": 1, "complete": False, **about, "limits": limits}
+        self.meta |= {"empty_documents": 0, "replaced_invalid_utf8": 0, "shards": []}
+        self.place = {"document": 0, "piece": 0}
+        self.writers = {s: ShardWriter(folder, s, n, encoding) for s, n in limits.items()}
+        old = loader.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
+        if old.get("progress"):
+            self._restore(old)
+        elif folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def _restore(self, old: dict) -> None:
+        differing = [k for k in ("source", "tokenizer", "limits") if old.get(k) != self.meta[k]]
+        if differing:
+            raise ValueError(
+                f"{self.folder} holds unfinished tokens of another {' and '.join(differing)}: "
+                "prepare again with --force, or into another --data-dir"
+            )
+        self.place, self.meta = old["progress"]["place"], old
+        try:
+            for split, writer in self.writers.items():
+                writer.restore(old["shards"], old["progress"]["opened"][split])
+        except OSError as error:
+            raise ValueError(f"{error}: prepare again with --force") from None
+
+    def snapshot(self, complete: bool = False) -> None:
+        """Bring everything so far to the disk, so that a kill loses nothing before this place."""
+        writers = self.writers.values()
+        for writer in writers:
+            writer.close_shard() if complete else writer.sync()
+        self.meta["shards"] = [s for writer in writers for s in writer.shards]
+        self.meta["complete"] = complete
+        opened = {split: writer.opened for split, writer in self.writers.items()}
+        self.meta["progress"] = {"place": self.place, "opened": opened}
+        if complete:
+            del self.meta["progress"]
+        to_disk(self.folder / "meta.json", json.dumps(self.meta, indent=1) + "\n")
+        for writer in writers:
+            writer.publish()
+
+    @property
+    def published(self) -> int:
+        """Shards that meta.json names."""
+        return len(self.meta["shards"])
+
+    @property
+    def finished(self) -> int:
+        """Shards that are complete."""
+        return sum(len(writer.shards) for writer in self.writers.values())
