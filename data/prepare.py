@@ -172,7 +172,7 @@ def prepare(
                 bar.update(sum(w.n_bytes for w in state.writers.values()))
                 encoded = _encoded(_batches(pieces), encoding, workers)
                 _write(encoded, state, bar, encoding.eot_token, max_tokens)
-        state.snapshot(complete=True)
+        state.finish()
     return state.meta
 
 

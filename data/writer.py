@@ -70,7 +70,7 @@ class ShardWriter:
         path = self.folder / f"{self._name()}.tmp"
         size = loader.HEADER_BYTES + 2 * opened["tokens"]
         if opened["tokens"] and (not path.exists() or path.stat().st_size < size):
-            raise ValueError(f"{path} is shorter than meta.json says: prepare again with --force")
+            raise ValueError(f"{path} is shorter than meta.json says")
         self.file = open(path, "r+b" if opened["tokens"] else "w+b")  # noqa: SIM115
         self.file.write(loader.shard_header(0))
         self.file.truncate(size)
@@ -162,23 +162,33 @@ class Preparation:
         try:
             for split, writer in self.writers.items():
                 writer.restore(old["shards"], old["progress"]["opened"][split])
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            for writer in self.writers.values():
+                writer.__exit__()
             raise ValueError(f"{error}: prepare again with --force") from None
 
-    def snapshot(self, complete: bool = False) -> None:
+    def snapshot(self) -> None:
         """Bring everything so far to the disk, so that a kill loses nothing before this place."""
-        writers = self.writers.values()
-        for writer in writers:
-            writer.close_shard() if complete else writer.sync()
-        self.meta["shards"] = [s for writer in writers for s in writer.shards]
-        self.meta["complete"] = complete
+        for writer in self.writers.values():
+            writer.sync()
+        self.meta["shards"] = [s for writer in self.writers.values() for s in writer.shards]
         opened = {split: writer.opened for split, writer in self.writers.items()}
         self.meta["progress"] = {"place": self.place, "opened": opened}
-        if complete:
-            del self.meta["progress"]
-        to_disk(self.folder / "meta.json", json.dumps(self.meta, indent=1) + "\n")
-        for writer in writers:
+        self._write_meta()
+        for writer in self.writers.values():
             writer.publish()
+
+    def finish(self) -> None:
+        """Complete the open shards, and say so when all have their final names."""
+        for writer in self.writers.values():
+            writer.close_shard()
+        self.snapshot()
+        del self.meta["progress"]
+        self.meta["complete"] = True
+        self._write_meta()
+
+    def _write_meta(self) -> None:
+        to_disk(self.folder / "meta.json", json.dumps(self.meta, indent=1) + "\n")
 
     @property
     def published(self) -> int:
