@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import tiktoken
@@ -24,6 +24,7 @@ VARIANT = "gpt2-variant"
 # GPT-2's Conv1D keeps its matrices as (inputs, outputs), torch's Linear as (outputs, inputs).
 TRANSPOSED = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
 PREFIXES = re.compile(r"^((_orig_mod|module|transformer|model)\.)+")
+STEP = re.compile(r"step_\d{8}")
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 FILES = ("config.json", "model.safetensors")
 
@@ -78,19 +79,19 @@ def _hub_config(config: GPTConfig, end: int) -> dict:
 def _read_config(path: Path) -> GPTConfig:
     """The architecture in a config.json. ValueError for what model.py can't be."""
     hub = _read_json(path)
-    kind = hub.get("model_type")
+    names = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
     try:
-        if kind == VARIANT:
-            return GPTConfig(**hub["gpt_config"])
-        names = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
-        vocab, positions, layers, heads, width = (int(hub[name]) for name in names)
+        if hub.get("model_type") == VARIANT:
+            return _checked(GPTConfig(**hub["gpt_config"]))
+        sizes = [hub[name] for name in names]
+        config = _checked(GPTConfig(*sizes, dropout=hub.get("resid_pdrop", 0.0)))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not describe a GPT-2 ({error!r})") from None
+        raise ValueError(f"{path} does not describe a GPT-2 ({error})") from None
     fixed = {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "layer_norm_epsilon": (1e-5,),
-        "n_inner": (None, 4 * width),
+        "n_inner": (None, 4 * config.n_embd),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
@@ -99,8 +100,19 @@ def _read_config(path: Path) -> GPTConfig:
     for key, allowed in fixed.items():
         if hub.get(key, allowed[0]) not in allowed:
             raise ValueError(f"{path}: {key} is {hub[key]!r}, but GPT-2's is {allowed[0]!r}")
-    dropout = float(hub.get("resid_pdrop", 0.0))
-    return GPTConfig(vocab, positions, layers, heads, width, dropout=dropout)
+    return config
+
+
+def _checked(config: GPTConfig) -> GPTConfig:
+    """ValueError for fields of another type than the default's, and for impossible values."""
+    for field in fields(GPTConfig):
+        value = getattr(config, field.name)
+        wanted = {float: (float, int), type(None): (bool, type(None))}
+        if type(value) not in wanted.get(type(field.default), (type(field.default),)):
+            raise ValueError(f"{field.name} can't be {value!r}")
+    if problems := config.problems():
+        raise ValueError("; ".join(problems))
+    return config
 
 
 def _read_json(path: Path) -> dict:
@@ -186,10 +198,14 @@ def save(
         texts["training.json"] = json.dumps(training, indent=1, ensure_ascii=False)
     for name, text in texts.items():
         (partial / name).write_text(text, encoding="utf-8", newline="")
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    if optimizer is not None:
-        tensors = {name: t.contiguous() for name, t in optimizer.items()}
-        save_file(tensors, partial / "optimizer.safetensors")
+    state = {name: t.contiguous() for name, t in (optimizer or {}).items()}
+    try:
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        if optimizer is not None:
+            save_file(state, partial / "optimizer.safetensors")
+    except (SafetensorError, OSError) as error:
+        shutil.rmtree(partial)
+        raise OSError(f"{folder} can't be saved ({error}): make room, then --resume") from None
     for path in partial.glob("*.safetensors"):  # written for the owner alone
         shutil.copymode(partial / "config.json", path)
     for path in [*partial.iterdir(), partial]:
@@ -214,8 +230,19 @@ def _to_disk(path: Path) -> None:
 def read_record(out_dir: Path) -> dict:
     """checkpoints.json of a run: {"last", "best", "best_val_loss"}; all None before the first."""
     path = out_dir / "checkpoints.json"
-    empty = {"last": None, "best": None, "best_val_loss": None}
-    return empty | _read_json(path) if path.exists() else empty
+    entry = {"last": None, "best": None, "best_val_loss": None}
+    entry |= _read_json(path) if path.exists() else {}
+    for name in ("last", "best"):
+        if entry[name] is not None and not STEP.fullmatch(str(entry[name])):
+            raise ValueError(f"{path}: {name} is {entry[name]!r} instead of step_ and 8 digits")
+    if entry["best_val_loss"] is not None and not isinstance(entry["best_val_loss"], float | int):
+        raise ValueError(f"{path}: best_val_loss is {entry['best_val_loss']!r}, no number")
+    return entry
+
+
+def saved_in(out_dir: Path) -> list[str]:
+    """The names of a run's checkpoints, the oldest first."""
+    return sorted(p.name for p in out_dir.glob("step_*") if STEP.fullmatch(p.name) and p.is_dir())
 
 
 def record(out_dir: Path, entry: dict, keep: int) -> None:
@@ -226,7 +253,7 @@ def record(out_dir: Path, entry: dict, keep: int) -> None:
     _to_disk(partial)
     os.replace(partial, out_dir / "checkpoints.json")
     _to_disk(out_dir)
-    saved = sorted(p.name for p in out_dir.glob("step_*") if p.name <= entry["last"])
+    saved = [name for name in saved_in(out_dir) if name <= entry["last"]]
     for name in saved[:-keep]:
         if name != entry["best"]:
             shutil.rmtree(out_dir / name)
@@ -238,14 +265,14 @@ def find(target: str, which: str = "last") -> Path:
     """The checkpoint folder that is meant: a run's `last` or `best`, a checkpoint folder, or a
     model of the Hub, which is downloaded. ValueError if there is none."""
     path = Path(target)
-    if (path / "checkpoints.json").exists():
+    if target and ((path / "checkpoints.json").exists() or saved_in(path)):
         name = read_record(path)[which]
         if not name or not (path / str(name)).is_dir():
             raise ValueError(f"{path} has no {which} checkpoint ({name} in its checkpoints.json)")
         return path / name
-    if (path / "config.json").exists():
+    if target and (path / "config.json").exists():
         return path
-    if path.is_dir():
+    if target and path.is_dir():
         raise ValueError(f"{path} is no run (checkpoints.json) and no checkpoint (config.json)")
     here = path.parent != Path() and path.parent.is_dir()  # a misspelt folder, no name of the Hub
     if target in HUB_NAMES or (re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not here):
@@ -266,7 +293,8 @@ def _download(name: str) -> Path:
     except Exception as error:  # its HTTP client's errors come through as they are
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"{name} is no folder here, and the Hub did not give it: {reason}"
+            f"{name} is no folder here, and the Hub did not give it ({reason}): look at the "
+            "connection, or give the folder of a copy"
         ) from None
 
 
@@ -292,6 +320,10 @@ def load(target: str, which: str = "last") -> Checkpoint:
     training = None
     if (folder / "training.json").exists():
         training = _read_json(folder / "training.json")
+        kinds = {"step": int, "data": dict, "config": dict}
+        bad = [k for k, kind in kinds.items() if type(training.get(k)) is not kind]
+        if bad or training["step"] < 0 or {"id", "complete", "val", "train"} - {*training["data"]}:
+            raise ValueError(f"{folder / 'training.json'} is damaged ({', '.join(bad) or 'data'})")
     return Checkpoint(model, encoding, folder, training)
 
 

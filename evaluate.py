@@ -83,8 +83,9 @@ def summary(loss: float, encoding: tiktoken.Encoding, tokens: loader.Tokens, win
     """The result in one line, beside what gzip needs for the same text."""
     n_bytes, packed = text_sizes(encoding, tokens, windows)
     n_tokens = windows * tokens.block_size
+    perplexity = f"{math.exp(loss):.2f}" if loss < 20 else "above 1e8"
     return (
-        f"validation loss {loss:.4f} nats per token, perplexity {math.exp(min(loss, 700)):.2f}, "
+        f"validation loss {loss:.4f} nats per token, perplexity {perplexity}, "
         f"{bits_per_byte(loss, n_tokens, n_bytes):.3f} bits per byte "
         f"(gzip -9 on the same {n_bytes:,} bytes: {8 * packed / n_bytes:.3f}), {n_tokens:,} tokens"
     )

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,13 +93,22 @@ class Meter:
 
 
 def read_records(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl, up to the first line that a kill has left incomplete."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    """The records of a metrics.jsonl; a kill may have left the last line incomplete. ValueError,
+    with the number, for any other line that is no record."""
+    records, lines = [], path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
+            record = json.loads(line)
+            # Not what a run wrote: rather ask than drop somebody's measurements.
+            keys = {"train": ("step", "loss"), "eval": ("step", "val_loss")}.get(record["kind"], ())
+            if any(key not in record for key in keys) or type(record.get("step", 0)) is not int:
+                raise ValueError("it lacks something")
+            records.append(record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"line {number} of {path} is no record ({error}): mend or remove that line"
+                ) from None
     return records
 
 
@@ -129,9 +139,9 @@ class RunLog:
             self.records = [r for r in old if r.get("step", 0) <= resume_step]
             start = start | {"kind": "resume", "step": resume_step}
         self.records.append(start)
-        write_durably(self.path, "".join(json.dumps(r) + "\n" for r in self.records))
         if wandb_mode != "disabled":
             self.wandb = _start_wandb(out_dir, wandb_mode, options)
+        write_durably(self.path, "".join(json.dumps(r) + "\n" for r in self.records))
         self.bar = tqdm(total=steps, initial=resume_step or 0, unit="step", disable=None)
 
     def train(self, records: list[dict]) -> None:
@@ -159,9 +169,13 @@ class RunLog:
             self.wandb.log({k: v for k, v in record.items() if k != "kind"}, step=record["step"])
 
     def say(self, text: str) -> None:
-        """A line, above the bar where there is one."""
+        """A line, above the bar where there is one. Nobody reading any more does not end a run."""
         if self.active:
-            tqdm.write(text)
+            try:
+                tqdm.write(text)
+                sys.stdout.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _show(self, row: dict) -> None:
         """A step on the bar, or as a line."""

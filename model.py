@@ -33,7 +33,7 @@ class GPTConfig:
     n_embd: int = 768
     """Width of the residual stream, in channels."""
     dropout: float = 0.0
-    """Probability of dropping a channel of a branch's output; never of the stream itself."""
+    """Probability of dropping an element of a branch's output; never of the stream itself."""
     post_ln: bool = False
     """Norm after the addition, as in the first Transformer, instead of on the branch's input."""
     final_norm: bool | None = None
@@ -58,8 +58,8 @@ class GPTConfig:
         sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         found = [f"{n} must be at least 1, got {v}" for n in sizes if (v := getattr(self, n)) < 1]
         if not found and self.n_embd % self.n_head:
-            fits = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
-            found.append(f"n_head {self.n_head} must divide n_embd {self.n_embd}: one of {fits}")
+            fits = [h for h in range(1, min(2 * self.n_head, 256)) if self.n_embd % h == 0]
+            found.append(f"n_head {self.n_head} must divide n_embd {self.n_embd}, as {fits} do")
         if not 0 <= self.dropout < 1:
             found.append(f"dropout must be in [0, 1), got {self.dropout}")
         choices = {"norm": [*NORMS], "branch_init": ["scaled", "plain", "zero"]}
@@ -70,7 +70,7 @@ class GPTConfig:
         return found
 
     def make_norm(self) -> nn.Module:
-        """(x - mean) / sqrt(biased variance + 1e-5) per token, times weight 1 plus bias 0."""
+        """(x - mean) / sqrt(biased variance + 1e-5) per token, or x / sqrt(mean of x² + 1e-5)."""
         return NORMS[self.norm](self.n_embd, eps=1e-5)
 
 

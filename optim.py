@@ -119,7 +119,8 @@ class Optimizer:
         """Inverse of state(). ValueError that names what is missing or does not fit."""
         expected = self.state()
         bad = sorted(expected.keys() ^ tensors.keys())
-        bad += [n for n in expected.keys() & tensors if expected[n].shape != tensors[n].shape]
+        both = [(name, expected[name], tensors[name]) for name in expected.keys() & tensors]
+        bad += [n for n, a, b in both if (a.shape, a.dtype) != (b.shape, b.dtype)]
         if bad:
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
             raise ValueError(

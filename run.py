@@ -3,6 +3,8 @@
 import contextlib
 import importlib.metadata
 import platform
+import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,8 +27,8 @@ from optim import Optimizer, lr_at
 
 # What a resumed run must share with the saved one, and what it may change without a word.
 SHAPE = ("n_layer", "n_head", "n_embd", "post_ln", "final_norm", "norm")
-FIXED = {*SHAPE, "block_size", "tokenizer", "optimizer"}
-QUIET = {"out_dir", "data_dir", "micro_batch", "log_every", "eval_every", "eval_tokens", "keep"}
+FIXED = {*SHAPE, "block_size", "tokenizer", "optimizer", "batch_tokens"}
+QUIET = {"out_dir", "data_dir", "micro_batch", "log_every", "eval_every", "keep", "verify_data"}
 QUIET |= {"save_every", "device", "dtype", "compile", "attention", "wandb", "sample_tokens"}
 QUIET |= {"resume", "init_from", "branch_init", "init_std"}
 
@@ -73,19 +75,11 @@ class Run:
 @contextlib.contextmanager
 def claimed(cfg: TrainConfig, processes: runtime.Processes) -> Iterator[None]:
     """Hold the run's folder. ValueError if it is used already, or not there to be resumed."""
-    out_dir = cfg.run.out_dir
-    files = ("config.toml", "metrics.jsonl", "checkpoints.json")
-    used = [name for name in files if (out_dir / name).exists()]
-    if used and not cfg.run.resume:
-        raise ValueError(
-            f"{out_dir} holds a run already ({', '.join(used)}): continue it with `python train.py "
-            f"{out_dir / 'config.toml'} --resume`, or take another --out-dir"
-        )
-    if cfg.run.resume and not used:
-        raise ValueError(f"there is no run in {out_dir} to resume: start it without --resume")
     if not processes.first:
         yield
         return
+    out_dir = cfg.run.out_dir
+    new = not out_dir.exists()
     out_dir.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(out_dir / ".lock")
     try:
@@ -93,7 +87,26 @@ def claimed(cfg: TrainConfig, processes: runtime.Processes) -> Iterator[None]:
     except filelock.Timeout:
         raise ValueError(f"another process is training in {out_dir}") from None
     with lock:
-        yield
+        try:
+            check_folder(out_dir, cfg.run.resume)
+            yield
+        finally:
+            if new and [p.name for p in out_dir.iterdir()] == [".lock"]:
+                shutil.rmtree(out_dir)  # a start that failed leaves nothing behind
+
+
+def check_folder(out_dir: Path, resume: bool) -> None:
+    """ValueError for a used folder without `resume`, or an unused one with it."""
+    files = ("config.toml", "metrics.jsonl", "checkpoints.json")
+    used = [name for name in files if (out_dir / name).exists()] + checkpoint.saved_in(out_dir)
+    if used and not resume:
+        command = f"python train.py {shlex.quote(str(out_dir / 'config.toml'))} --resume"
+        raise ValueError(
+            f"{out_dir} holds a run already ({', '.join(used)}): continue it with `{command}`, or "
+            "take another --out-dir"
+        )
+    if resume and not used:
+        raise ValueError(f"there is no run in {out_dir} to resume: start it without --resume")
 
 
 def set_up(cfg: TrainConfig, processes: runtime.Processes, device: torch.device) -> Run:
@@ -101,19 +114,30 @@ def set_up(cfg: TrainConfig, processes: runtime.Processes, device: torch.device)
     r = cfg.run
     dtype, _ = runtime.find_dtype(r.dtype, device)
     record = checkpoint.read_record(r.out_dir)
-    resumed = checkpoint.load(str(r.out_dir)) if r.resume and record["last"] else None
+    saved = checkpoint.saved_in(r.out_dir)
+    if r.resume and saved and not record["last"]:
+        record["last"] = saved[-1]  # a folder is whole by its name, whatever became of the record
+        processes.say(f"warning: no checkpoints.json: resuming from the newest, {saved[-1]}")
+    resumed = checkpoint.load(str(r.out_dir / record["last"])) if record["last"] else None
     if resumed:
         state = checkpoint.load_optimizer(resumed.folder)
-        compare_options(cfg, resumed, processes)
+        changed = compare_options(cfg, resumed, processes)
     source = resumed or (checkpoint.load(r.init_from) if r.init_from else None)
     folder = processes.first_does(lambda: find_tokens(cfg, device))
     # A resumed run's shape was compared already, and stays written as it was.
     model, encoding, cfg = build_model(cfg, source, () if resumed else SHAPE)
     loader.check_tokenizer(folder, tokenizer.identity(encoding))
+    if cfg.data.verify_data:
+        loader.verify(folder)
     meta = loader.read_meta(folder)
     data = {"folder": folder.name, "id": loader.data_id(meta), **loader.identity_of(meta)}
-    if resumed and loader.difference(resumed.training["data"], data) and processes.first:
-        print(f"warning: different data: {folder} is not what this run was trained on", flush=True)
+    if resumed:
+        different = loader.difference(resumed.training["data"], data)
+        if different:
+            processes.say(f"warning: different data: {folder} is not what this run was trained on")
+        if different or "eval_tokens" in changed:
+            record |= {"best": None, "best_val_loss": None}
+            processes.say("warning: other validation text: the best loss so far no longer counts")
     T = model.config.block_size
     model = model.to(device)
     run = Run(
@@ -134,6 +158,8 @@ def set_up(cfg: TrainConfig, processes: runtime.Processes, device: torch.device)
         data=data,
         record=record,
     )
+    # The list of validation windows must not depend on how far a preparation has come.
+    run.validation.wait_for(r.eval_tokens // T)
     if resumed:
         run.optimizer.load_state(state)
         run.step = resumed.training["step"]
@@ -144,11 +170,12 @@ def find_tokens(cfg: TrainConfig, device: torch.device) -> Path:
     """The prepared folder. Where it needs a download, ValueError tells what the run needs, too."""
     try:
         return prepare.ensure(cfg.data.corpus, cfg.data.tokenizer, cfg.data.data_dir)
-    except ValueError as error:
+    except prepare.NeedsDownload as error:
         if device.type != "cpu":
             raise
         with torch.device("meta"):
-            n = GPT(cfg.model).n_params()
+            vocab_size = 257 if cfg.data.tokenizer == "byte" else 50257
+            n = GPT(replace(cfg.model, vocab_size=vocab_size)).n_params()
         tokens = cfg.run.steps * cfg.run.batch_tokens
         days = tokens * flops_per_token(n["without_positions"], cfg.model) / 1e11 / 86400
         raise ValueError(
@@ -182,8 +209,9 @@ def build_model(
 
 def compare_options(
     cfg: TrainConfig, resumed: checkpoint.Checkpoint, processes: runtime.Processes
-) -> None:
-    """ValueError for changes that the saved state can't follow; a line for those that it can."""
+) -> list[str]:
+    """The options that changed, of those that matter: a line tells them. ValueError for changes
+    that the saved state can't follow."""
     before, now = resumed.training["config"], config.flat(cfg)
     changed = sorted(k for k in now if k not in QUIET and str(now[k]) != str(before.get(k)))
     notes = {k: f"{k} was {before.get(k)}, is {now[k]}" for k in changed}
@@ -192,8 +220,9 @@ def compare_options(
             f"{resumed.folder} can't be resumed with other options: {'; '.join(fixed)}. "
             f"Its own are in {cfg.run.out_dir / 'config.toml'}"
         )
-    if notes and processes.first:
-        print(f"warning: resumed with changes: {'; '.join(notes.values())}", flush=True)
+    if notes:
+        processes.say(f"warning: resumed with changes: {'; '.join(notes.values())}")
+    return changed
 
 
 def prepare_loss(run: Run) -> float:
@@ -214,6 +243,7 @@ def prepare_loss(run: Run) -> float:
         return time.perf_counter() - start
 
     run.fast = run.loss = runtime.Loss(run.model)
+    run.processes.say(f"trying one micro-batch of {len(x)} × {x.size(1)} tokens on {run.device}")
     try:
         if runtime.wants_compile(run.cfg.run.compile, run.device):
             run.fast = run.loss = runtime.compiled(run.loss, trial, run.cfg.run.compile)
@@ -252,8 +282,6 @@ def start_log(run: Run, seconds: float) -> RunLog:
         "parameters": run.model.n_params(),
         "data": run.data,
     }
-    if run.processes.first:
-        write_durably(r.out_dir / "config.toml", config.to_toml(run.cfg))
     log = RunLog(
         r.out_dir,
         start,
@@ -263,6 +291,8 @@ def start_log(run: Run, seconds: float) -> RunLog:
         wandb_mode=r.wandb,
         options=config.flat(run.cfg),
     )
+    if run.processes.first:
+        write_durably(r.out_dir / "config.toml", config.to_toml(run.cfg))
     for line in describe(run, name, seconds):
         log.say(line)
     return log
@@ -281,6 +311,8 @@ def describe(run: Run, device_name: str, seconds: float) -> Iterator[str]:
         f"({n['norms'] / n['total']:.2%})"
     )
     sizes = {k: sum(p.numel() for p in group.values()) for k, group in o.groups.items() if group}
+    padding = run.model.wte.weight[run.model.config.vocab_size :].numel()
+    sizes["decayed" if run.cfg.optimizer.decay_embeddings else "plain"] -= padding
     groups = ", ".join(f"{k} {size:,} in {len(o.groups[k])} tensors" for k, size in sizes.items())
     yield f"optimizer  {run.cfg.optimizer.optimizer}, fused; {groups}"
     if run.cfg.optimizer.warmup_steps > r.steps:

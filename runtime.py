@@ -81,11 +81,25 @@ class Processes:
             dist.init_process_group(backend, device_id=bound)
 
     def first_does(self, work: Callable[[], object]) -> object:
-        """work() of the first process; the others wait until it is done, then do it too."""
-        result = work() if self.first else None
-        if self.world_size > 1:
-            dist.barrier()
-        return result if self.first else work()
+        """work() of the first process; the others wait until it is done, then do it too. If it
+        raises ValueError or OSError there, the others leave with exit code 2 and no word."""
+        if self.world_size == 1:
+            return work()
+        outcome, failed = None, [None]
+        if self.first:
+            try:
+                outcome = work()
+            except (ValueError, OSError) as error:
+                failed = [error]
+        dist.broadcast_object_list(failed)
+        if failed[0] is None:
+            return outcome if self.first else work()
+        raise failed[0] if self.first else SystemExit(2)
+
+    def say(self, text: str) -> None:
+        """A line of the first process."""
+        if self.first:
+            print(text, flush=True)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor summed over all processes, in place."""
@@ -217,7 +231,8 @@ def compiled(loss: Loss, trial: Callable[[Callable], object], requested: str) ->
 
 
 class StopSignals:
-    """SIGINT and SIGTERM as a wish that the loop reads between steps; a second one ends at once."""
+    """SIGINT, SIGTERM and SIGHUP as a wish that the loop reads between steps; a second one ends the
+    process at once."""
 
     def __init__(self):
         self.received = 0
@@ -225,7 +240,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():  # others may not ask for signals
-            for number in (signal.SIGINT, signal.SIGTERM):
+            names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+            for number in [getattr(signal, name) for name in names if hasattr(signal, name)]:
                 self._before[number] = signal.signal(number, self._receive)
         return self
 

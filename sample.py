@@ -36,7 +36,8 @@ def pick(
         logits, ids = logits.topk(top_k)
     probs = logits.softmax(-1)
     if top_p < 1:
-        probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)
+        before = probs.cumsum(-1) - probs
+        probs = probs.masked_fill((before >= top_p) & (before > 0), 0)
     reached = probs.cumsum(-1)
     chosen = (reached <= draws[:, None] * reached[:, -1:]).sum(-1).clamp(max=reached.size(-1) - 1)
     return chosen if ids is None else ids.gather(1, chosen[:, None])[:, 0]
@@ -60,7 +61,7 @@ def generate(
     always). `choice`: the options of pick()."""
     T, device = model.config.block_size, model.wte.weight.device
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    rows, cache, was_training = [list(p) for p in prompts], None, model.training
+    rows, cache, was_training = [p[-T:] for p in prompts], None, model.training
     model.eval()
     try:
         for remaining in range(max_new_tokens, 0, -1):
@@ -177,6 +178,8 @@ class SampleConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 found.append(f"{name} must be at least {least}, got {value}")
+        if self.seed + self.num_samples >= 2**63:
+            found.append(f"seed + num_samples must be below 2^63, got {self.seed}")
         if not 0 <= self.temperature < float("inf"):
             found.append(f"temperature must be 0 (greedy) or more, got {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -186,15 +189,19 @@ class SampleConfig:
         return found
 
 
+def _mended(text: str) -> str:
+    """Under a locale like C, bytes of the command line arrive as lone surrogates."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def _prompt_ids(cfg: SampleConfig, encoding: tiktoken.Encoding, block_size: int) -> list[list[int]]:
-    # Under a locale like C, bytes of the command line arrive as lone surrogates.
-    texts = [t.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for t in cfg.prompt]
+    texts = [_mended(text) for text in cfg.prompt]
     for path in cfg.prompt_file:
         try:
             with open(path, encoding="utf-8", newline="") as file:
                 texts.append(file.read())
-        except UnicodeDecodeError as error:
-            raise ValueError(f"prompt_file {path} is no UTF-8 text: {error}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"prompt_file {path} can't be read as UTF-8 text: {error}") from None
     prompts = []
     for text in texts or [""]:
         ids = encoding.encode(text, allowed_special={tokenizer.END}) or [encoding.eot_token]
@@ -227,7 +234,7 @@ def main(argv: list[str]) -> int:
         loaded.encoding,
         rows,
         seeds,
-        stop=cfg.stop,
+        stop=tuple(map(_mended, cfg.stop)),
         max_new_tokens=cfg.max_new_tokens,
         temperature=cfg.temperature,
         top_k=cfg.top_k,

@@ -7,6 +7,7 @@ given, 3 diverged, 128 + n stopped by signal n after saving (130 Ctrl-C, 143 SIG
 
 import contextlib
 import math
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ def train(cfg: TrainConfig) -> dict:
     processes = runtime.Processes.from_environment()
     device = runtime.find_device(cfg.run.device, processes.local_rank)
     if problems := cfg.problems(processes.world_size):
+        if not processes.first:
+            raise SystemExit(2)
         raise ValueError("\n  ".join(["these options can't be run:", *problems]))
     processes.connect(device)
     try:
@@ -74,10 +77,12 @@ def loop(run: Run, log: RunLog) -> dict:
                     log.validation(run.step, val_loss)
                     save |= is_best(run, val_loss)
                 if (save or stop) and saved != run.step:
-                    save_checkpoint(run)
+                    save_checkpoint(run, log)
                     saved = run.step
     stopped = stop and run.step < r.steps
     if not stopped:
+        if val_loss is not None and not math.isfinite(val_loss):
+            raise Diverged(f"diverged: the validation loss is {val_loss} at the end")
         finish(run, log, val_loss)
     return {
         "step": run.step,
@@ -135,7 +140,7 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def save_checkpoint(run: Run) -> None:
+def save_checkpoint(run: Run, log: RunLog) -> None:
     """Write the state after run.step steps and make it the run's last checkpoint."""
     run.record["last"] = step_name(run.step)
     if not run.processes.first:
@@ -153,6 +158,7 @@ def save_checkpoint(run: Run) -> None:
     except checkpoint.NotFinite as error:
         raise Diverged(f"diverged at step {run.step}: {error}") from None
     checkpoint.record(run.cfg.run.out_dir, run.record, run.cfg.run.keep)
+    log.say(f"saved {run.cfg.run.out_dir / run.record['last']}")
 
 
 def diagnosis(run: Run, row: dict, n: int) -> str:
@@ -163,8 +169,8 @@ def diagnosis(run: Run, row: dict, n: int) -> str:
         f"diverged: the gradient was not finite for {n} steps in a row, since step "
         f"{row['step'] - n + 1} (now loss {row['loss']}, lr {row['lr']:.2e}, gradient norm "
         f"{row['grad_norm']}, {run.dtype}, first bad parameter {first}). Those steps were skipped; "
-        f"the last checkpoint is {run.record['last']}. Take a lower lr, more warmup_steps, or "
-        "--dtype float32"
+        f"the last checkpoint is {run.record['last'] or 'still to come'}. Take a lower lr or more "
+        "warmup_steps" + ("" if run.dtype == torch.float32 else ", or --dtype float32")
     )
 
 
@@ -181,7 +187,7 @@ def finish(run: Run, log: RunLog, val_loss: float | None) -> None:
         prompts, seeds = [[run.encoding.eot_token]], [run.cfg.run.seed]
         pieces = sample.stream(run.model, run.encoding, prompts, seeds, **options)
         log.say("a sample:\n" + "".join(text for (text,) in pieces))
-    log.say(f"more: python sample.py {run.cfg.run.out_dir}")
+    log.say(f"more: python sample.py {shlex.quote(str(run.cfg.run.out_dir))}")
 
 
 def main(argv: list[str]) -> int:
@@ -194,8 +200,8 @@ def main(argv: list[str]) -> int:
     except runtime.CompileError as error:
         raise ValueError(str(error)) from None
     if stopped_by:
-        folder = cfg.run.out_dir
-        print(f"stopped and saved; continue with: python train.py {folder}/config.toml --resume")
+        preset = shlex.quote(str(cfg.run.out_dir / "config.toml"))
+        print(f"stopped and saved; continue with: python train.py {preset} --resume")
         return 128 + stopped_by
     return 0
 

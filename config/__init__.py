@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import sys
 import tomllib
 import typing
@@ -17,9 +18,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
 import tyro
 
 from model import GPTConfig
+
+# What people who come from nanoGPT may type.
+NANOGPT_NAMES = {
+    "learning-rate": "lr",
+    "max-iters": "steps",
+    "batch-size": "micro-batch",
+    "gradient-accumulation-steps": "batch-tokens",
+    "warmup-iters": "warmup-steps",
+    "eval-interval": "eval-every",
+    "eval-iters": "eval-tokens",
+    "log-interval": "log-every",
+    "dataset": "corpus",
+    "start": "prompt",
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,8 @@ class DataConfig:
     """GPT-2's 50,257 byte pairs, or the 256 bytes and an end mark."""
     data_dir: Path = Path("data/prepared")
     """Folder that holds prepared tokens, a folder per corpus and tokenizer."""
+    verify_data: bool = False
+    """Check the sha256 of every shard at the start."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +145,22 @@ class TrainConfig:
         at_least = {"steps": 1, "batch_tokens": 1, "micro_batch": 1, "eval_every": 1, "keep": 1}
         at_least |= {"save_every": 1, "log_every": 1, "sample_tokens": 0, "seed": 0}
         for name, least in at_least.items():
-            if getattr(r, name) < least:
-                found.append(f"{name} must be at least {least}, got {getattr(r, name)}")
+            if not least <= getattr(r, name) < 2**53:
+                found.append(f"{name} must be {least} to 2^53, got {getattr(r, name)}")
+        for name, value in flat(self).items():
+            if value == "" or (name == "out_dir" and value == Path()):
+                found.append(f"{name} must not be empty")
+            if any("\ud800" <= c <= "\udfff" for c in str(value)):
+                found.append(f"{name} is not UTF-8 under this locale: set PYTHONUTF8=1")
+        size = 12 * self.model.n_layer * self.model.n_embd**2
+        if size > 10**13 or self.model.n_layer > 10**4 or self.model.block_size > 2**31:
+            found.append(f"a model with {size:.0e} parameters in its blocks fits no machine")
         if not (0 < o.lr < math.inf):
             found.append(f"lr must be a positive number, got {o.lr}")
         elif not 0 <= o.final_lr <= o.lr:
             found.append(f"min_lr must be between 0 and lr {o.lr}, got {o.final_lr}")
-        if o.warmup_steps < 0:
-            found.append(f"warmup_steps must be at least 0, got {o.warmup_steps}")
+        if not 0 <= o.warmup_steps < 2**53:
+            found.append(f"warmup_steps must be 0 to 2^53, got {o.warmup_steps}")
         for name in ("weight_decay", "grad_clip"):
             if not 0 <= getattr(o, name) < math.inf:
                 found.append(f"{name} must be at least 0, got {getattr(o, name)}")
@@ -146,11 +172,18 @@ class TrainConfig:
             found.append(f"eval_tokens must be at least block_size ({T}), got {r.eval_tokens}")
         unit = T * max(1, r.micro_batch) * world_size
         if r.batch_tokens % unit:
-            low = r.batch_tokens // unit * unit
+            low, rows = r.batch_tokens // unit * unit, r.batch_tokens // (T * world_size)
+            exact = r.batch_tokens % (T * world_size) == 0
+            micro = next((m for m in range(min(r.micro_batch, rows), 0, -1) if rows % m == 0), 1)
             found.append(
                 f"batch_tokens {r.batch_tokens} is not a multiple of block_size × micro_batch × "
                 f"processes = {T} × {r.micro_batch} × {world_size} = {unit}: take "
-                f"{f'{low} or ' if low else ''}{low + unit}, or another micro_batch"
+                f"{f'{low} or ' if low else ''}{low + unit}"
+                + (
+                    f", or micro_batch {micro}, which changes nothing else"
+                    if exact and rows
+                    else ""
+                )
             )
         return found
 
@@ -206,8 +239,9 @@ def _preset_arguments(path: Path, hints: dict) -> list[str]:
     except FileNotFoundError:
         presets = sorted(Path(__file__).parent.glob("*.toml"))
         near = difflib.get_close_matches(path.stem, [p.stem for p in presets], 1)
-        hint = f"did you mean config/{near[0]}.toml? " if near else ""
-        names = ", ".join(f"config/{p.name}" for p in presets)
+        shown = {p.stem: os.path.relpath(p) for p in presets}
+        names = ", ".join(shown.values())
+        hint = f"did you mean {shown[near[0]]}? " if near else ""
         raise ValueError(f"no preset {path}: {hint}there are {names}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"preset {path} is no readable TOML file: {error}") from None
@@ -248,21 +282,28 @@ def parse(cls: type, argv: list[str], *, prog: str, description: str, preset: bo
     """An instance of dataclass `cls` from `[PRESET.toml] [--option value ...]`.
 
     Exits with 2 on what tyro refuses and with 0 after --help. ValueError: an unreadable preset."""
-    hints, before, usage = _types(cls), [], f"{prog} [OPTIONS]"
-    if preset:
-        usage = f"{prog} [PRESET.toml] [OPTIONS]"
-        if argv and not argv[0].startswith("-"):
-            before, argv = _preset_arguments(Path(argv[0]), hints), argv[1:]
+    hints, before = _types(cls), []
+    if preset and argv and not argv[0].startswith("-"):
+        before, argv = _preset_arguments(Path(argv[0]), hints), argv[1:]
     arguments = before + _joined(argv, hints)
     conf = (tyro.conf.OmitArgPrefixes,)
     try:
-        return tyro.cli(
-            cls, args=arguments, prog=prog, usage=usage, description=description, config=conf
-        )
+        return tyro.cli(cls, args=arguments, prog=prog, description=description, config=conf)
     except SystemExit as stop:
-        if stop.code and before:
-            print("The preset stands for: " + " ".join(before), file=sys.stderr)
+        if stop.code:
+            for name in sorted({a.partition("=")[0] for a in arguments if a.startswith("--")}):
+                if near := _nearest(name.removeprefix("--").removeprefix("no-"), hints):
+                    print(f"{name}: did you mean {near}?", file=sys.stderr)
+            if before:
+                print("The preset stands for: " + " ".join(before), file=sys.stderr)
         raise
+
+
+def _nearest(name: str, hints: dict) -> str:
+    """The option that an unknown name may stand for, among ours and nanoGPT's; else nothing."""
+    known = {n: n for n in hints} | {n: o for n, o in NANOGPT_NAMES.items() if o in hints}
+    near = difflib.get_close_matches(name, known, 1, 0.5) if name not in hints else []
+    return f"--{known[near[0]]}" if near else ""
 
 
 def run_program(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
@@ -271,8 +312,18 @@ def run_program(main: Callable[[list[str]], int], argv: list[str] | None = None)
         sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
     try:
         return main(sys.argv[1:] if argv is None else argv)
+    except BrokenPipeError:  # whoever read the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
+    except (MemoryError, RuntimeError) as error:
+        wanting = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not wanting and "can't allocate memory" not in str(error):
+            raise
+        print("error: out of memory: take a smaller model, batch or context", file=sys.stderr)
+        return 2

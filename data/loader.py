@@ -82,7 +82,12 @@ def read_meta(folder: Path) -> dict:
         if not meta.get("complete", True):  # the last ones may be getting their names just now
             meta["shards"] = [s for s in meta["shards"] if (folder / s["file"]).exists()]
         shards = {s["file"]: s["tokens"] for s in meta["shards"]}
-        [meta["tokenizer"][key] for key in ("name", "n_vocab", "sha256")]
+        kinds = [(meta["tokenizer"], "name", str), (meta["tokenizer"], "sha256", str)]
+        kinds += [(meta["tokenizer"], "n_vocab", int)]
+        kinds += [(s, key, str) for s in meta["shards"] for key in ("file", "sha256")]
+        for holder, key, kind in kinds:
+            if type(holder[key]) is not kind:
+                raise TypeError(f"{key} is {holder[key]!r}")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} can't be read ({type(error).__name__}: {error})") from None
     for name, tokens in shards.items():
@@ -91,6 +96,14 @@ def read_meta(folder: Path) -> dict:
         if count_tokens(folder / name) != tokens:
             raise ValueError(f"{folder / name} does not have the {tokens} tokens of meta.json")
     return meta
+
+
+def verify(folder: Path) -> None:
+    """ValueError, naming the file, for a shard that is not what meta.json's sha256 says."""
+    for shard in read_meta(folder)["shards"]:
+        with open(folder / shard["file"], "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
+                raise ValueError(f"{folder / shard['file']} is damaged: its sha256 differs")
 
 
 def check_tokenizer(folder: Path, identity: dict) -> None:
@@ -134,7 +147,8 @@ class Tokens:
         if not len(self):
             raise ValueError(
                 f"the {split} split of {folder} has {self.n_tokens} tokens: too few for one window "
-                f"of block_size + 1 = {block_size + 1}; take a smaller block_size or more text"
+                f"of block_size + 1 = {block_size + 1}; add text"
+                + (" or take a smaller block_size" if self.n_tokens > 2 else "")
             )
 
     def _look(self) -> None:
@@ -176,7 +190,10 @@ class Tokens:
         shards = np.searchsorted(self.first, windows, side="right") - 1
         for row, window, shard in zip(ids, windows, shards, strict=True):
             start = HEADER_BYTES + 2 * T * int(window - self.first[shard])
-            row[:] = np.fromfile(self.paths[shard], "<u2", T + 1, offset=start)
+            ids_there = np.fromfile(self.paths[shard], "<u2", T + 1, offset=start)
+            if len(ids_there) <= T:
+                raise ValueError(f"{self.paths[shard]} has become shorter: prepare it again")
+            row[:] = ids_there
             if row.max() >= self.n_vocab:
                 bad = f"{self.paths[shard]} holds id {row.max()}, but its tokenizer ends at"
                 raise ValueError(f"{bad} {self.n_vocab - 1}: prepare the corpus again")

@@ -46,6 +46,10 @@ class Piece:
     replaced: int = 0
 
 
+class NeedsDownload(ValueError):
+    """A corpus that is not prepared, and not done in a minute."""
+
+
 class TextPieces:
     """UTF-8 chunks to text in bounded pieces whose ids, laid end to end, are the whole's ids.
 
@@ -173,6 +177,8 @@ def prepare(
                 encoded = _encoded(_batches(pieces), encoding, workers)
                 _write(encoded, state, bar, encoding.eot_token, max_tokens)
         state.finish()
+    if replaced := state.meta["replaced_invalid_utf8"]:
+        print(f"warning: {replaced} invalid UTF-8 sequences were replaced: is that text?")
     return state.meta
 
 
@@ -286,7 +292,7 @@ def ensure(corpus: str, tokenizer_name: str, data_dir: Path) -> Path:
     found = corpora.find(corpus)
     if found.cost:
         state = "only partly prepared" if started else "not prepared"
-        raise ValueError(
+        raise NeedsDownload(
             f"corpus {corpus} is {state} in {data_dir}. That takes {found.cost}: "
             f"run `{command}`.\nWithout a download: `python train.py config/quickstart.toml` "
             "trains a small model on text that is already here."
@@ -370,15 +376,18 @@ def main(argv: list[str]) -> int:
     found = corpora.find(cfg.corpus, cfg.text_field)
     folder = folder_of(cfg.corpus, cfg.tokenizer, cfg.data_dir)
     with loader.lock_of(folder):
-        if cfg.force:
-            shutil.rmtree(folder, ignore_errors=True)
-        if loader.is_complete(folder):
+        if loader.is_complete(folder) and not cfg.force:
             print(f"{folder} is prepared already; --force prepares it again")
         else:
             encoding = tokenizer.load(cfg.tokenizer)
             print(estimate(found, encoding, folder, cfg.workers), flush=True)
             limits = {"shard_tokens": cfg.shard_tokens, "max_tokens": cfg.max_tokens}
-            prepare(found, encoding, folder, **limits, workers=cfg.workers)
+            # The old tokens stay until the new ones are there.
+            new = folder.with_name(f".{folder.name}.new") if cfg.force else folder
+            prepare(found, encoding, new, **limits, workers=cfg.workers)
+            if cfg.force:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.rename(new, folder)
     shards = loader.read_meta(folder)["shards"]
     for split, its in itertools.groupby(shards, key=lambda s: s["file"].split("_")[0]):
         its = list(its)

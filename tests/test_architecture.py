@@ -120,7 +120,7 @@ def code_lines(name: str) -> int:
 
 
 def test_the_product_stays_small():
-    assert sum(map(code_lines, MODULES)) <= 2500
+    assert sum(map(code_lines, MODULES)) <= 2900
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

@@ -609,7 +609,8 @@ def test_training_state_comes_back_as_it_was_saved(tmp_path):
         "exp_avg_sq.turned": torch.empty(8, 5).normal_(generator=generator).t(),
         "step": torch.tensor(12, dtype=torch.int64),
     }
-    training = {"step": 12, "config": {"corpus": "ä∩😀", "lr": 1e-3, "min_lr": None}}
+    data = {"folder": "x-byte", "id": "0", "complete": True, "val": ["1"], "train": ["2"]}
+    training = {"step": 12, "config": {"corpus": "ä∩😀", "lr": 1e-3, "min_lr": None}, "data": data}
     checkpoint.save(
         tmp_path / "ck",
         random_model(),

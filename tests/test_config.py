@@ -190,7 +190,7 @@ def test_a_missing_preset_is_answered_with_the_nearest_and_all_there_are():
 
 
 def test_help_exits_with_0_and_tells_every_option_with_its_meaning_and_default(capfd, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "110")  # wider ones get two columns
     assert exit_code("--help") == 0
     text = capfd.readouterr().out
     options = {"--" + name.replace("_", "-"): v for name, v in config.flat(TrainConfig()).items()}
@@ -371,7 +371,14 @@ def test_tokens_per_step_that_are_no_multiple_are_answered_with_the_nearest_ones
     cfg = changed(block_size=16, micro_batch=4, batch_tokens=tokens)
     (problem,) = cfg.problems(world_size)
     assert f"batch_tokens {tokens} is not a multiple" in problem
-    assert f"= {unit}: take {near}," in problem
+    assert f"= {unit}: take {near}" in problem
+
+
+def test_tokens_per_step_that_another_micro_batch_would_fit_are_answered_with_it():
+    cfg = changed(block_size=128, micro_batch=8, batch_tokens=1024)
+    (problem,) = cfg.problems(2)
+    assert "micro_batch 4" in problem
+    assert changed(block_size=128, micro_batch=4, batch_tokens=1024).problems(2) == []
 
 
 @pytest.mark.parametrize(

@@ -349,6 +349,7 @@ def test_the_program_takes_corpus_and_length_from_the_training_state(
     program, text, data_dir, tokens, folder
 ):
     state = {"config": {"corpus": str(text), "data_dir": str(data_dir), "eval_tokens": 320}}
+    state |= {"step": 1, "data": {"id": "0", "complete": True, "val": [], "train": []}}
     (folder / "training.json").write_text(json.dumps(state))
     code, out, _ = program()
     assert code == 0

@@ -564,7 +564,7 @@ def test_a_prompt_file_that_is_no_utf8_ends_with_2_and_its_name(program, tmp_pat
     (tmp_path / "latin.txt").write_bytes("ä".encode("latin-1"))
     code, _, err = program(f"--prompt-file={tmp_path / 'latin.txt'}")
     assert code == 2
-    assert "latin.txt is no UTF-8 text" in err
+    assert "latin.txt can't be read as UTF-8 text" in err
 
 
 def run_alone(*options: str, watch: bool = False, **environment: str):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,7 +202,9 @@ def test_the_best_and_the_last_checkpoint_are_kept_apart(corpus, tmp_path, monke
 def test_a_validation_loss_that_is_no_number_is_never_the_best(corpus, tmp_path, monkeypatch):
     values = iter([float("nan"), 2.0, float("nan")])
     monkeypatch.setattr(train, "validation_loss", lambda run: next(values))
-    train.train(tiny(corpus, tmp_path, steps=6, eval_every=2))
+    with pytest.raises(train.Diverged, match="validation loss is nan at the end"):
+        train.train(tiny(corpus, tmp_path, steps=6, eval_every=2))
+    assert json.loads((tmp_path / "checkpoints.json").read_text())["last"] == "step_00000006"
     assert json.loads((tmp_path / "checkpoints.json").read_text())["best"] == "step_00000004"
     assert [r["val_loss"] for r in rows(tmp_path, "eval")] == [None, 2.0, None]
 
@@ -408,6 +411,88 @@ def test_a_model_of_another_tokenizer_is_refused_with_both_named(corpus, tmp_pat
     checkpoint.save(big, run_module.GPT(small), tokenizer.load("gpt2"))
     with pytest.raises(ValueError, match=r"byte \(257 ids.*gpt2 \(50257 ids"):
         train.train(tiny(corpus, tmp_path / "run", init_from=big))
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"last": null}'])
+def test_a_run_without_its_record_is_resumed_from_its_newest_checkpoint(
+    corpus, straight, tmp_path, content, capsys
+):
+    """It once started again from step 0, over the old run."""
+    train.train(tiny(corpus, tmp_path / "run", save_every=6, keep=5, steps=12))
+    path = tmp_path / "run" / "checkpoints.json"
+    path.unlink() if content is None else path.write_text(content, encoding="utf-8")
+    (tmp_path / "run" / "step_00000012").rename(tmp_path / "run" / "step_mine")
+    resume(tmp_path / "run", steps=12)
+    assert [r["step"] for r in rows(tmp_path / "run")] == list(range(1, 13))
+    assert [r["step"] for r in rows(tmp_path / "run", "resume")] == [6]
+    assert "resuming from the newest, step_00000006" in capsys.readouterr().out
+    assert (tmp_path / "run" / "step_mine").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("checkpoints.json", '{"last": ["x"]}', "checkpoints.json"),
+        ("checkpoints.json", '{"last": "step_00000004", "best_val_loss": "x"}', "best_val_loss"),
+        ("metrics.jsonl", '{"kind": "start"}\nbroken\n{"kind": "x"}\n', "line 2"),
+        ("metrics.jsonl", '{"kind": "start"}\n[]\n{"kind": "x"}\n', "line 2"),
+        ("step_00000004/training.json", '{"step": "4"}', "training.json"),
+        ("step_00000004/training.json", '{"step": 4, "config": {}, "data": {}}', "training.json"),
+        ("step_00000004/config.json", '{"model_type": "gpt2", "n_embd": "x"}', "config.json"),
+        ("step_00000004/model.safetensors", "", "model.safetensors"),
+        ("step_00000004/optimizer.safetensors", "x", "optimizer.safetensors"),
+    ],
+)
+def test_a_damaged_file_ends_a_resume_with_its_name_and_changes_nothing(
+    corpus, tmp_path, capsys, file, content, message
+):
+    train.train(tiny(corpus, tmp_path, steps=4))
+    (tmp_path / file).write_text(content, encoding="utf-8")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    argv = [str(tmp_path / "config.toml"), "--resume", "--steps=6"]
+    assert config.run_program(train.main, argv) == 2
+    assert message in capsys.readouterr().err
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+def test_a_start_that_fails_leaves_no_folder(corpus, tmp_path):
+    argv = arguments(corpus, tmp_path / "run", init_from="nowhere")
+    assert config.run_program(train.main, argv) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_shard_is_found_on_request(corpus, tmp_path, capsys):
+    shutil.copytree(corpus["data_dir"], tmp_path / "prepared")
+    shard = next((tmp_path / "prepared").glob("*/train_000000.bin"))
+    content = bytearray(shard.read_bytes())
+    content[5000] ^= 1
+    shard.write_bytes(content)
+    own = corpus | {"data_dir": tmp_path / "prepared"}
+    argv = arguments(own, tmp_path / "run", steps=2, verify_data=True)
+    assert config.run_program(train.main, argv) == 2
+    assert "train_000000.bin is damaged" in capsys.readouterr().err
+
+
+def test_other_validation_text_on_resume_makes_the_old_best_count_no_more(corpus, tmp_path, capsys):
+    train.train(tiny(corpus, tmp_path, steps=4))
+    path = tmp_path / "checkpoints.json"
+    record = json.loads(path.read_text()) | {"best_val_loss": 0.1}
+    path.write_text(json.dumps(record))
+    resume(tmp_path, steps=6, eval_tokens=128)
+    assert "other validation text" in capsys.readouterr().out
+    assert json.loads(path.read_text())["best"] == "step_00000006"
+
+
+def test_a_reader_who_leaves_does_not_end_the_run(corpus, tmp_path):
+    """`python train.py ... | head -1`."""
+    argv = arguments(corpus, tmp_path, steps=200)
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *argv], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert checkpoint.load(str(tmp_path)).training["step"] == 200
 
 
 def inject_nan(monkeypatch, steps):
