@@ -61,4 +61,4 @@ def test_every_module_and_preset_is_named():
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 130
+    assert len(README.splitlines()) <= 120
