@@ -28,13 +28,9 @@ NANOGPT_NAMES = {
     "learning-rate": "lr",
     "max-iters": "steps",
     "batch-size": "micro-batch",
-    "gradient-accumulation-steps": "batch-tokens",
     "warmup-iters": "warmup-steps",
     "eval-interval": "eval-every",
-    "eval-iters": "eval-tokens",
-    "log-interval": "log-every",
     "dataset": "corpus",
-    "start": "prompt",
 }
 
 

@@ -64,36 +64,58 @@ def _split_point(path: Path, size: int) -> int:
     return point
 
 
-def _rows(path: Path, field: str) -> Iterator[str]:
-    """The texts of a .jsonl or .parquet file. ValueError, with the fields, if one lacks it."""
+def _rows(path: Path, field: str) -> Iterator[bytes | memoryview]:
+    """The texts of a .jsonl or .parquet file as UTF-8, valid or not, and null as an empty one.
+    ValueError, with the place, if a row has no text there."""
     if path.suffix.lower() == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            file = pyarrow.parquet.ParquetFile(path)
-        except pyarrow.ArrowException as error:
-            raise ValueError(f"{path} is no Parquet file: {error}") from None
-        with file:
-            if field not in file.schema_arrow.names:
-                raise ValueError(_no_field(path, field, file.schema_arrow.names))
-            for batch in file.iter_batches(batch_size=256, columns=[field]):
-                yield from batch.column(0).to_pylist()
+        yield from _column(path, field)
         return
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
+            if line.isspace():
                 continue
+            where = f"line {number} of {path}"
             try:
                 row = json.loads(line)
-                yield row[field]
-            except (ValueError, KeyError, TypeError) as error:
-                fields = list(row) if isinstance(error, KeyError) else []
-                reason = _no_field(path, field, fields) if fields else f"no JSON object ({error})"
-                raise ValueError(f"line {number} of {path}: {reason}") from None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where} is no JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{where} is no JSON object, but a {type(row).__name__}")
+            if field not in row:
+                raise ValueError(_no_field(where, field, list(row)))
+            yield _utf8(row[field], f"{field!r} in {where}")
 
 
-def _no_field(path: Path, field: str, fields: list[str]) -> str:
-    return f"{path} has no field {field!r}, but {', '.join(fields)}: take --text-field"
+def _column(path: Path, field: str) -> Iterator[memoryview]:
+    """The values of a Parquet file's column as they lie in memory, about CHUNK_BYTES at a time."""
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if field not in file.schema_arrow.names:
+                raise ValueError(_no_field(path, field, file.schema_arrow.names))
+            groups = (file.metadata.row_group(i) for i in range(file.num_row_groups))
+            row_bytes = sum(g.total_byte_size for g in groups) // max(1, file.metadata.num_rows)
+            rows = max(1, min(256, CHUNK_BYTES // max(1, row_bytes)))
+            for batch in file.iter_batches(batch_size=rows, columns=[field]):
+                for value in batch.column(0).cast(pyarrow.large_binary()):
+                    yield memoryview(value.as_buffer() or b"")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is no Parquet file with text in {field!r}: {error}") from None
+
+
+def _utf8(text: object, where: str) -> bytes:
+    """ValueError, with the place, if it is neither text nor null."""
+    if not isinstance(text, str | None):
+        raise ValueError(f"{where} is no text, but a {type(text).__name__}")
+    try:
+        return (text or "").encode("utf-8", "surrogateescape")  # invalid bytes become themselves
+    except UnicodeEncodeError:  # half a character that was written as \ud800
+        return text.encode("utf-8", "surrogatepass")
+
+
+def _no_field(where: Path | str, field: str, fields: list[str]) -> str:
+    return f"{where} has no field {field!r}, but {', '.join(fields) or 'none'}: take --text-field"
 
 
 def _file_documents(paths: list[Path], text_field: str, start: int = 0) -> Iterator[Document]:
@@ -106,7 +128,7 @@ def _file_documents(paths: list[Path], text_field: str, start: int = 0) -> Itera
             size = path.stat().st_size
             if path.suffix.lower() in ROW_SUFFIXES:
                 for text in _rows(path, text_field):
-                    yield None, iter(((text or "").encode("utf-8", "surrogatepass"),))
+                    yield None, iter((text,))
             elif by_hash:
                 yield None, _read(path, 0, size)
             else:
@@ -134,7 +156,7 @@ def _stdlib(name: str) -> Corpus:
 def _shakespeare(name: str) -> Corpus:
     def documents(start: int = 0) -> Iterator[Document]:
         try:
-            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=8) as answer:
+            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=4) as answer:
                 text = answer.read()
         except OSError as error:
             raise ValueError(
@@ -187,7 +209,7 @@ def _revision(repo: str, revision: str) -> str:
     from huggingface_hub import HfApi
 
     try:
-        return HfApi().dataset_info(repo, revision=revision, timeout=8).sha
+        return HfApi().dataset_info(repo, revision=revision, timeout=4).sha
     except Exception as error:  # its HTTP client's errors come through as they are
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
@@ -213,8 +235,8 @@ def _from_hub(
         try:
             rows = load_dataset(repo, subset, split="train", streaming=True, revision=commit)
             for row in rows.select_columns([column]).skip(start):
-                yield None, iter(((row[column] or "").encode("utf-8", "surrogatepass"),))
-        except (RuntimeError, ValueError, KeyError, OSError) as error:
+                yield None, iter((_utf8(row[column], f"a value of {column}"),))
+        except Exception as error:  # its HTTP client's errors come through as they are
             reason = str(error).strip().split("\n")[0]
             raise ValueError(
                 f"datasets can't stream {repo}, column {column} ({reason}). If it says that "
@@ -280,5 +302,6 @@ def folder_name(corpus: str) -> str:
     if corpus in NAMED:
         return corpus
     if corpus.startswith("hf:"):
-        return re.sub(r"[^\w.-]+", "_", corpus.removeprefix("hf:"))
+        parts = corpus.removeprefix("hf:").replace("/", "--").split(":")  # no two share a name
+        return "+".join(re.sub(r"[^\w.-]", "_", part) for part in parts)
     return local_name(Path(corpus))

@@ -149,9 +149,11 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     max_tokens: int | None = None,
     workers: int = 1,
+    force: bool = False,
 ) -> dict:
     """Write the shards of a corpus, or go on writing them, and return meta.json. Memory does not
-    grow with the text, and the bytes do not depend on `workers`.
+    grow with the text, and the bytes do not depend on `workers`. `force`: unfinished tokens of
+    another source or other sizes give way.
 
     Each document is preceded by <|endoftext|>; that mark within a text stays text. Empty documents
     are skipped and counted. Validation shards are a hundredth as long as training shards, so that
@@ -159,13 +161,14 @@ def prepare(
     old = loader.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
     source, documents = corpus.source, corpus.documents
     if corpus.revision:
-        version = old.get("source", {}).get("revision") or corpus.revision()
+        newest = corpus.revision()  # asked for in any case: it fails soon where there is no network
+        version = old.get("source", {}).get("revision") or newest
         source = source | {"revision": version}
         documents = partial(documents, commit=version) if documents else None
     about = {"corpus": corpus.name, "source": source, "tokenizer": tokenizer.identity(encoding)}
     val_tokens = max(shard_tokens // 100, min(shard_tokens, 1_000_000))
     limits = {"val": val_tokens, "train": shard_tokens}
-    state = Preparation(folder, about, limits, encoding)
+    state = Preparation(folder, about, limits, encoding, force)
     with state.writers["val"], state.writers["train"]:
         if corpus.shards:
             _fetch_shards(corpus.shards, version, state, max_tokens)
@@ -226,7 +229,11 @@ def _fetch_shards(repo: str, commit: str, state: Preparation, max_tokens: int | 
                 fetched = Path(
                     hf_hub_download(filename=name, local_dir=state.folder / "hub", **where)
                 )
-                writer.adopt(fetched)
+                try:
+                    writer.adopt(fetched)
+                except ValueError:
+                    fetched.unlink()  # or the next call would find it and not ask again
+                    raise
                 state.snapshot()
     except ValueError:
         raise
@@ -237,17 +244,23 @@ def _fetch_shards(repo: str, commit: str, state: Preparation, max_tokens: int | 
 
 
 def estimate(
-    corpus: corpora.Corpus, encoding: tiktoken.Encoding, folder: Path, workers: int
+    corpus: corpora.Corpus,
+    encoding: tiktoken.Encoding,
+    folder: Path,
+    workers: int,
+    max_tokens: int | None = None,
 ) -> str:
     """How much disk and time preparing takes. ValueError if the disk has too little room."""
     if corpus.shards or not corpus.n_bytes:
         return corpus.cost or "an unknown amount of text"
+    # At most a million tokens more: the document that reaches the limit.
+    n_bytes = min(corpus.n_bytes, 4 * (max_tokens + 1_000_000)) if max_tokens else corpus.n_bytes
     sample = ("The quick brown fox, who has 3 cubs, jumps over it.\n" * 2000)[:100_000]
     start = time.perf_counter()
     encoding.encode_to_numpy(sample, disallowed_special=())
-    seconds = (time.perf_counter() - start) / len(sample) * corpus.n_bytes / workers
+    seconds = (time.perf_counter() - start) / len(sample) * n_bytes / workers
     # A token of GPT-2 stands for 4 bytes of English and 2 or fewer of much else; 2 bytes each.
-    need = corpus.n_bytes * (2 if encoding.n_vocab == 257 else 1)
+    need = n_bytes * (2 if encoding.n_vocab == 257 else 1)
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if free < need:
@@ -256,7 +269,7 @@ def estimate(
             "make room, take another --data-dir, or set --max-tokens"
         )
     return (
-        f"{corpus.n_bytes / 1e9:.3f} GB of text, up to {need / 1e9:.3f} GB of tokens "
+        f"{n_bytes / 1e9:.3f} GB of text, up to {need / 1e9:.3f} GB of tokens "
         f"({free / 1e9:.0f} GB free), about {seconds / 60:.1f} minutes on {workers} worker(s)"
     )
 
@@ -380,11 +393,12 @@ def main(argv: list[str]) -> int:
             print(f"{folder} is prepared already; --force prepares it again")
         else:
             encoding = tokenizer.load(cfg.tokenizer)
-            print(estimate(found, encoding, folder, cfg.workers), flush=True)
+            told = estimate(found, encoding, folder, cfg.workers, cfg.max_tokens)
+            print(told, flush=True)
             limits = {"shard_tokens": cfg.shard_tokens, "max_tokens": cfg.max_tokens}
             # The old tokens stay until the new ones are there.
             new = folder.with_name(f".{folder.name}.new") if cfg.force else folder
-            prepare(found, encoding, new, **limits, workers=cfg.workers)
+            prepare(found, encoding, new, **limits, workers=cfg.workers, force=cfg.force)
             if cfg.force:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(new, folder)

@@ -136,23 +136,23 @@ class Preparation:
     """A corpus on its way into a folder: writers for both splits, and snapshots of all.
 
     Goes on where an incomplete meta.json stands, else starts anew. ValueError if that one is of
-    another source, tokenizer or sizes, or if its files are damaged."""
+    another source, tokenizer or sizes (with `force`, it gives way), or if its files are damaged."""
 
-    def __init__(self, folder: Path, about: dict, limits: dict[str, int], encoding):
+    def __init__(self, folder: Path, about: dict, limits: dict[str, int], encoding, force=False):
         self.folder, self.encoding = folder, encoding
         self.meta = {"format": 1, "complete": False, **about, "limits": limits}
         self.meta |= {"empty_documents": 0, "replaced_invalid_utf8": 0, "shards": []}
         self.place = {"document": 0, "piece": 0}
         self.writers = {s: ShardWriter(folder, s, n, encoding) for s, n in limits.items()}
         old = loader.read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
-        if old.get("progress"):
-            self._restore(old)
+        differing = [k for k in ("source", "tokenizer", "limits") if old.get(k) != self.meta[k]]
+        if old.get("progress") and not (force and differing):
+            self._restore(old, differing)
         elif folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
 
-    def _restore(self, old: dict) -> None:
-        differing = [k for k in ("source", "tokenizer", "limits") if old.get(k) != self.meta[k]]
+    def _restore(self, old: dict, differing: list[str]) -> None:
         if differing:
             raise ValueError(
                 f"{self.folder} holds unfinished tokens of another {' and '.join(differing)}: "

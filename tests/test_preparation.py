@@ -265,6 +265,8 @@ def test_a_step_sees_the_same_tokens_during_a_preparation_and_after_it(slow, tmp
     while not (folder / "meta.json").exists():
         time.sleep(0.01)
     tokens = loader.Tokens(folder, "train", 16)
+    threading.Timer(0.3, gate.release, [30]).start()
+    tokens.wait_for(5 * (1000 // 16))  # five shards, of which two can be there
     during = []
     for digest in batch_hashes(tokens, steps):
         during.append(digest)

@@ -317,6 +317,12 @@ def test_half_a_character_in_an_escape_is_replaced_and_counted(text, byte, tmp_p
     assert meta["replaced_invalid_utf8"] == after.count("\ufffd") > 0
 
 
+def test_a_carriage_return_between_the_parts_of_a_row_does_not_end_it(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"id": 1,\r"text":\r"a"}\r\n{"text": "b"}\r')
+    assert found(path) == [b"a", b"b"]
+
+
 def test_a_pair_of_escapes_is_one_character(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_bytes(rb'{"text": "\ud83d\ude00\u00e4\r\n"}')
