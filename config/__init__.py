@@ -28,7 +28,6 @@ NANOGPT_NAMES = {
     "learning-rate": "lr",
     "max-iters": "steps",
     "batch-size": "micro-batch",
-    "warmup-iters": "warmup-steps",
     "eval-interval": "eval-every",
     "dataset": "corpus",
 }

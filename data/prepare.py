@@ -7,7 +7,6 @@ moment, the same command goes on where it was. Training may start meanwhile.
 
 import codecs
 import hashlib
-import itertools
 import os
 import shlex
 import shutil
@@ -393,8 +392,7 @@ def main(argv: list[str]) -> int:
             print(f"{folder} is prepared already; --force prepares it again")
         else:
             encoding = tokenizer.load(cfg.tokenizer)
-            told = estimate(found, encoding, folder, cfg.workers, cfg.max_tokens)
-            print(told, flush=True)
+            print(estimate(found, encoding, folder, cfg.workers, cfg.max_tokens), flush=True)
             limits = {"shard_tokens": cfg.shard_tokens, "max_tokens": cfg.max_tokens}
             # The old tokens stay until the new ones are there.
             new = folder.with_name(f".{folder.name}.new") if cfg.force else folder
@@ -403,8 +401,8 @@ def main(argv: list[str]) -> int:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(new, folder)
     shards = loader.read_meta(folder)["shards"]
-    for split, its in itertools.groupby(shards, key=lambda s: s["file"].split("_")[0]):
-        its = list(its)
+    for split in ("train", "val"):
+        its = [s for s in shards if s["file"].startswith(split)]
         tokens, documents = (sum(s[k] for s in its) for k in ("tokens", "documents"))
         print(f"{folder}: {split} {tokens:,} tokens in {documents:,} documents")
     return 0
