@@ -191,7 +191,8 @@ def _write(
     end: int,
     max_tokens: int | None,
 ) -> None:
-    total, last = sum(w.n_tokens for w in state.writers.values()), time.monotonic()
+    total = before = sum(w.n_tokens for w in state.writers.values())
+    start = last = time.monotonic()
     for batch, ids in encoded:
         for piece, its in zip(batch, ids, strict=True):
             if not piece.piece and max_tokens and total >= max_tokens:
@@ -205,7 +206,8 @@ def _write(
             state.place = {"document": piece.document, "piece": piece.piece + 1}
             total += len(its)
             bar.update(len(piece.text.encode("utf-8", "replace")))
-        bar.set_postfix_str(f"{total:,} tokens")
+        speed = (total - before) / (time.monotonic() - start + 1e-9)
+        bar.set_postfix_str(f"{total:,} tokens, {speed:,.0f} tokens/s")
         if state.finished > state.published or time.monotonic() - last > SNAPSHOT_SECONDS:
             state.snapshot()
             last = time.monotonic()

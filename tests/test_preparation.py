@@ -347,8 +347,7 @@ def test_threads_share_one_vocabulary_and_memory_stays_bounded(tmp_path):
     assert written == list(range(50))
 
 
-def test_torch_is_not_needed_to_prepare_bytes_in_order():
-    """A guard for the order of the ids: the writer gets what the reader gave, piece by piece."""
+def test_ids_come_in_the_order_of_the_text_whichever_thread_is_first():
     text = "word " * 5000
     pieces = [prepare.Piece(0, i, "train", text[i * 50 : i * 50 + 50]) for i in range(500)]
     encoding = tokenizer.load("byte")
