@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from data import tokenizer
+from data import loader, tokenizer
 from model import GPT, GPTConfig
 
 VARIANT = "gpt2-variant"
@@ -78,7 +78,7 @@ def _hub_config(config: GPTConfig, end: int) -> dict:
 
 def _read_config(path: Path) -> GPTConfig:
     """The architecture in a config.json. ValueError for what model.py can't be."""
-    hub = _read_json(path)
+    hub = loader.read_json(path)
     names = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
     try:
         if hub.get("model_type") == VARIANT:
@@ -113,16 +113,6 @@ def _checked(config: GPTConfig) -> GPTConfig:
     if problems := config.problems():
         raise ValueError("; ".join(problems))
     return config
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can't be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return content
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -231,7 +221,7 @@ def read_record(out_dir: Path) -> dict:
     """checkpoints.json of a run: {"last", "best", "best_val_loss"}; all None before the first."""
     path = out_dir / "checkpoints.json"
     entry = {"last": None, "best": None, "best_val_loss": None}
-    entry |= _read_json(path) if path.exists() else {}
+    entry |= loader.read_json(path) if path.exists() else {}
     for name in ("last", "best"):
         if entry[name] is not None and not STEP.fullmatch(str(entry[name])):
             raise ValueError(f"{path}: {name} is {entry[name]!r} instead of step_ and 8 digits")
@@ -248,10 +238,7 @@ def saved_in(out_dir: Path) -> list[str]:
 def record(out_dir: Path, entry: dict, keep: int) -> None:
     """Replace checkpoints.json, then delete checkpoints that are neither the best one nor among
     the `keep` newest up to the last."""
-    partial = out_dir / "checkpoints.json.tmp"
-    partial.write_text(json.dumps(entry) + "\n", encoding="utf-8")
-    _to_disk(partial)
-    os.replace(partial, out_dir / "checkpoints.json")
+    loader.replace_file(out_dir / "checkpoints.json", json.dumps(entry) + "\n")
     _to_disk(out_dir)
     saved = [name for name in saved_in(out_dir) if name <= entry["last"]]
     for name in saved[:-keep]:
@@ -319,7 +306,7 @@ def load(target: str, which: str = "last") -> Checkpoint:
         raise ValueError(f"{folder}: {error}") from None
     training = None
     if (folder / "training.json").exists():
-        training = _read_json(folder / "training.json")
+        training = loader.read_json(folder / "training.json")
         kinds = {"step": int, "data": dict, "config": dict}
         bad = [k for k, kind in kinds.items() if type(training.get(k)) is not kind]
         if bad or training["step"] < 0 or {"id", "complete", "val", "train"} - {*training["data"]}:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from data.loader import replace_file
 from model import GPTConfig
 from runtime import Processes
 
@@ -25,16 +26,6 @@ def flops_per_token(without_positions: int, config: GPTConfig) -> int:
 def mfu(tokens_per_s: float, flops: int, peak: float | None) -> float | None:
     """Model FLOP/s as a fraction of the hardware's peak; None where that is not known."""
     return tokens_per_s * flops / peak if peak else None
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace a file by one with this text, whole or not at all."""
-    partial = path.with_name(path.name + ".tmp")
-    with open(partial, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 class Stopwatch:
@@ -141,7 +132,7 @@ class RunLog:
         self.records.append(start)
         if wandb_mode != "disabled":
             self.wandb = _start_wandb(out_dir, wandb_mode, options)
-        write_durably(self.path, "".join(json.dumps(r) + "\n" for r in self.records))
+        replace_file(self.path, "".join(json.dumps(r) + "\n" for r in self.records))
         self.bar = tqdm(total=steps, initial=resume_step or 0, unit="step", disable=None)
 
     def train(self, records: list[dict]) -> None:
@@ -239,5 +230,5 @@ def _start_wandb(out_dir: Path, mode: str, options: dict | None):
             f"Weights & Biases could not start ({error}): run `wandb login`, "
             "or take --wandb offline or disabled"
         ) from None
-    write_durably(note, run.id)
+    replace_file(note, run.id)
     return run

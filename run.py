@@ -21,7 +21,7 @@ import evaluate
 import runtime
 from config import TrainConfig
 from data import loader, prepare, tokenizer
-from metrics import RunLog, flops_per_token, write_durably
+from metrics import RunLog, flops_per_token
 from model import GPT
 from optim import Optimizer, lr_at
 
@@ -292,7 +292,7 @@ def start_log(run: Run, seconds: float) -> RunLog:
         options=config.flat(run.cfg),
     )
     if run.processes.first:
-        write_durably(r.out_dir / "config.toml", config.to_toml(run.cfg))
+        loader.replace_file(r.out_dir / "config.toml", config.to_toml(run.cfg))
     for line in describe(run, name, seconds):
         log.say(line)
     return log

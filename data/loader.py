@@ -12,6 +12,7 @@ names the shards that are there, and who needs a later one waits for it.
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,16 @@ def read_json(path: Path) -> dict:
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} can't be read ({type(error).__name__}: {error})") from None
     return content
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file by one with this text, which is on the disk then: whole or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    with open(partial, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 def lock_of(folder: Path) -> filelock.FileLock:

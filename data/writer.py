@@ -18,15 +18,6 @@ import tiktoken
 from data import loader, tokenizer
 
 
-def to_disk(path: Path, text: str) -> None:
-    """Replace a file by one with this text, whole or not at all."""
-    with open(f"{path}.tmp", "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
-
-
 class ShardWriter:
     """The shards of one split, `limit` tokens each. `shards`: the complete ones, as meta.json lists
     them; `opened`: tokens, documents and bytes of the one that is being written."""
@@ -188,7 +179,7 @@ class Preparation:
         self._write_meta()
 
     def _write_meta(self) -> None:
-        to_disk(self.folder / "meta.json", json.dumps(self.meta, indent=1) + "\n")
+        loader.replace_file(self.folder / "meta.json", json.dumps(self.meta, indent=1) + "\n")
 
     @property
     def published(self) -> int:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import metrics
-from metrics import Meter, RunLog, Stopwatch, flops_per_token, mfu, write_durably
+from data.loader import replace_file
+from metrics import Meter, RunLog, Stopwatch, flops_per_token, mfu
 from model import GPT, GPTConfig
 from runtime import Processes
 
@@ -80,7 +81,7 @@ def test_utilisation_is_a_share_of_the_peak_and_unknown_without_one():
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "file.txt"
-    write_durably(path, "äß\r\n\n")
+    replace_file(path, "äß\r\n\n")
     assert path.read_bytes() == "äß\r\n\n".encode()
 
     def full(_):
@@ -88,7 +89,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(metrics.os, "fsync", full)
     with pytest.raises(OSError, match="disk full"):
-        write_durably(path, "new")
+        replace_file(path, "new")
     assert path.read_bytes() == "äß\r\n\n".encode()
 
 

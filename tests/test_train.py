@@ -259,22 +259,27 @@ def test_a_signal_saves_and_ends_the_program_with_its_code(corpus, straight, tmp
     assert [r["step"] for r in rows(out_dir)] == list(range(1, done + 1))
 
 
-def test_a_killed_run_repeats_no_step_in_its_metrics(corpus, straight, tmp_path, monkeypatch):
-    """Killed in step 18, after a save at 10: nothing of steps 11 to 17 may be counted twice."""
+def kill_after(step: int, cfg: config.TrainConfig) -> None:
+    """Start a run that ends without a word in the step after this one."""
     original = train.update
 
     def update(run):
-        if run.step == 17:
+        if run.step == step:
             raise KeyboardInterrupt
         return original(run)
 
-    monkeypatch.setattr(train, "update", update)
-    with pytest.raises(KeyboardInterrupt):
-        train.train(tiny(corpus, tmp_path / "run", save_every=10))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "update", update)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(cfg)
+
+
+def test_a_killed_run_repeats_no_step_in_its_metrics(corpus, straight, tmp_path):
+    """Killed in step 18, after a save at 10: nothing of steps 11 to 17 may be counted twice."""
+    kill_after(17, tiny(corpus, tmp_path / "run", save_every=10))
     with open(tmp_path / "run" / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('{"kind": "train", "st')
     assert len(rows_or_broken(tmp_path / "run")) == 17
-    monkeypatch.setattr(train, "update", original)
     assert resume(tmp_path / "run")["step"] == 20
     assert [r["step"] for r in rows(tmp_path / "run")] == list(range(1, 21))
     assert losses(tmp_path / "run") == losses(straight)
@@ -285,20 +290,8 @@ def rows_or_broken(out_dir) -> list[dict]:
     return [r for r in metrics.read_records(out_dir / "metrics.jsonl") if r["kind"] == "train"]
 
 
-def test_a_run_killed_before_its_first_checkpoint_can_be_resumed_too(
-    corpus, straight, tmp_path, monkeypatch
-):
-    original = train.update
-
-    def update(run):
-        if run.step == 2:
-            raise KeyboardInterrupt
-        return original(run)
-
-    monkeypatch.setattr(train, "update", update)
-    with pytest.raises(KeyboardInterrupt):
-        train.train(tiny(corpus, tmp_path / "run"))
-    monkeypatch.setattr(train, "update", original)
+def test_a_run_killed_before_its_first_checkpoint_can_be_resumed_too(corpus, straight, tmp_path):
+    kill_after(2, tiny(corpus, tmp_path / "run"))
     resume(tmp_path / "run")
     assert losses(tmp_path / "run") == losses(straight)
 
