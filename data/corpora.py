@@ -227,15 +227,28 @@ def _from_hub(
     cost: str = "an unknown download, and a minute of tokenizing per GB and core",
     n_bytes: int = 0,
 ) -> Corpus:
-    """A text column of a Parquet dataset, streamed by `datasets`; no script is ever run."""
+    """A text column of a Parquet dataset, streamed by `datasets`; no script is ever run. Its own
+    validation split, where there is one, comes first: training needs some of it to start."""
+
+    def chunks(row: dict) -> Iterator[bytes]:
+        return iter((_utf8(row[column], f"a value of {column}"),))
 
     def documents(start: int = 0, commit: str = revision) -> Iterator[Document]:
         from datasets import load_dataset
 
         try:
-            rows = load_dataset(repo, subset, split="train", streaming=True, revision=commit)
-            for row in rows.select_columns([column]).skip(start):
-                yield None, iter((_utf8(row[column], f"a value of {column}"),))
+            splits = load_dataset(repo, subset, streaming=True, revision=commit)
+            if "train" not in splits:
+                raise ValueError(f"it has no split 'train', but {', '.join(splits)}")
+            own = splits.get("validation")
+            if own is not None:
+                for row in own.select_columns([column]):
+                    if start:  # a skip would not tell how many rows it has skipped
+                        start -= 1
+                    else:
+                        yield "val", chunks(row)
+            for row in splits["train"].select_columns([column]).skip(start):
+                yield (None if own is None else "train"), chunks(row)
         except Exception as error:  # its HTTP client's errors come through as they are
             reason = str(error).strip().split("\n")[0]
             raise ValueError(
@@ -279,6 +292,11 @@ NAMED: dict[str, Callable[[str], Corpus]] = {
 
 def find(corpus: str, text_field: str = "text") -> Corpus:
     """The corpus of that name or path. ValueError, with the choices, if there is none."""
+    if text_field != "text" and (corpus in NAMED or corpus.startswith("hf:")):
+        raise ValueError(
+            "--text-field is for local rows; a column of the Hub's is named in the corpus: "
+            "hf:owner/name:config:column, or hf:owner/name::column"
+        )
     if corpus in NAMED:
         return NAMED[corpus](corpus)
     if corpus.startswith("hf:"):

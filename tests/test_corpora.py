@@ -79,6 +79,12 @@ def test_an_unknown_corpus_is_answered_with_the_nearest_and_all_there_are(typo, 
     assert "path" in str(refusal.value)
 
 
+@pytest.mark.parametrize("corpus", ["hf:owner/name", "openwebtext", "stdlib"])
+def test_a_text_field_that_would_be_ignored_is_refused(corpus):
+    with pytest.raises(ValueError, match="hf:owner/name::column"):
+        corpora.find(corpus, "body")
+
+
 def test_a_folder_gives_its_text_files_sorted_and_nothing_hidden(tmp_path):
     for name in ("b.txt", "a/z.md", "a/y.py", "c.TXT", "d.bin", ".hidden.txt", ".git/x.txt", "e"):
         write(tmp_path / name, f"the text of {name}")
@@ -180,7 +186,7 @@ def test_a_corpus_of_the_hub_is_streamed_from_a_revision_and_runs_no_script(name
 
     def load_dataset(*args, **kwargs):
         calls.append((args, kwargs))
-        return Rows({"text": text, "id": 1} for text in ("one ä", "", "a\ud800b"))
+        return {"train": Rows({"text": text, "id": 1} for text in ("one ä", "", "a\ud800b"))}
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     corpus = corpora.find(name)

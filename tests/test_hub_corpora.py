@@ -110,6 +110,37 @@ def test_documents_of_a_stream_from_the_nth_on_are_the_rest_of_all(tmp_path):
         assert got == wanted[start:]
 
 
+def test_a_validation_split_of_the_source_is_used_and_comes_first(tmp_path):
+    folder = write_parts(tmp_path / "d", TEXTS[:100])
+    (folder / "validation-00000.parquet").write_bytes(parquet(TEXTS[100:130]))
+    wanted = [("val", t) for t in TEXTS[100:130]] + [("train", t) for t in TEXTS[:100]]
+    corpus = streamed(folder)
+    for start in (0, 1, 29, 30, 31, 43, 44, 129, 130, 131):
+        documents = corpus.documents(start, commit=COMMIT)
+        got = [(split, b"".join(chunks).decode()) for split, chunks in documents]
+        assert got == wanted[start:]
+    prepare.prepare(corpus, tokenizer.load("byte"), tmp_path / "out", shard_tokens=5000)
+    for split in ("val", "train"):
+        ids = [[256, *t.encode()] for s, t in wanted if s == split]
+        assert ids_of(tmp_path / "out", split) == list(itertools.chain(*ids))
+
+
+def test_a_long_validation_split_leaves_room_for_training_tokens(tmp_path):
+    folder = write_parts(tmp_path / "d", ["t" * 99] * 60)
+    (folder / "validation-00000.parquet").write_bytes(parquet(["v" * 99] * 70))
+    byte, out = tokenizer.load("byte"), tmp_path / "out"
+    meta = prepare.prepare(streamed(folder), byte, out, shard_tokens=5000, max_tokens=3000)
+    counts = {split: len(ids_of(out, split)) for split in ("val", "train")}
+    assert counts == {"val": 300, "train": 2700}
+    assert sum(s["documents"] for s in meta["shards"]) == 30
+
+
+def test_a_dataset_without_a_training_split_is_refused_with_those_it_has(tmp_path):
+    (tmp_path / "test-00000.parquet").write_bytes(parquet(["a"]))
+    with pytest.raises(ValueError, match=r"no split 'train', but test"):
+        next(streamed(tmp_path).documents(commit=COMMIT))
+
+
 @pytest.mark.parametrize("name", ["gpt2", "byte"])
 def test_a_stream_gives_the_same_bytes_as_the_same_texts_in_jsonl(name, tmp_path):
     texts = [*TEXTS, "", None]
@@ -191,7 +222,7 @@ def test_what_datasets_can_not_stream_is_told_with_what_to_do(late, error, said,
 
     def load_dataset(*_, **__):
         if late:
-            return Rows()
+            return {"train": Rows()}
         raise error
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))

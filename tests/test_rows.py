@@ -422,10 +422,10 @@ def test_inspection_finds_a_single_flipped_bit(folder, capsys):
     data = bytearray(shard.read_bytes())
     data[1024 + 2 * 50] ^= 1
     shard.write_bytes(data)
-    program("--inspect", folder)
-    lines = {
-        line.split()[0]: line for line in capsys.readouterr().out.splitlines() if ".bin" in line
-    }
+    assert program("--inspect", folder) == 2
+    out, err = capsys.readouterr()
+    assert "train_000000.bin; prepare again" in err
+    lines = {line.split()[0]: line for line in out.splitlines() if ".bin" in line}
     assert "DIFFERS" in lines["train_000000.bin"]
     assert "checked" not in lines["train_000000.bin"]
     for name in ("train_000001.bin", "val_000000.bin"):
