@@ -70,7 +70,7 @@ def _rows(path: Path, field: str) -> Iterator[bytes | memoryview]:
     if path.suffix.lower() == ".parquet":
         yield from _column(path, field)
         return
-    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
         for number, line in enumerate(file, start=1):
             if line.isspace():
                 continue
@@ -115,7 +115,8 @@ def _utf8(text: object, where: str) -> bytes:
 
 
 def _no_field(where: Path | str, field: str, fields: list[str]) -> str:
-    return f"{where} has no field {field!r}, but {', '.join(fields) or 'none'}: take --text-field"
+    fields = f"{where} has no field {field!r}, but {', '.join(fields) or 'none'}: "
+    return fields + "name the one with text by --text-field of `python -m data.prepare`"
 
 
 def _file_documents(paths: list[Path], text_field: str, start: int = 0) -> Iterator[Document]:
@@ -200,7 +201,7 @@ def _local(path: Path, text_field: str) -> Corpus:
 
 def local_name(path: Path) -> str:
     """A folder name for a path: two paths never share one."""
-    stem = "".join(c if c.isalnum() or c in "-_" else "_" for c in path.stem)
+    stem = "".join(c if c.isalnum() or c in "-_" else "_" for c in path.stem[:80])
     return f"{stem}-{sha256(os.fsencode(path.resolve())).hexdigest()[:8]}"
 
 

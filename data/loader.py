@@ -81,29 +81,40 @@ def is_being_prepared(folder: Path) -> bool:
 
 def is_complete(folder: Path) -> bool:
     """Whether a corpus lies there, prepared to its end."""
-    path = folder / "meta.json"
-    return path.exists() and read_json(path).get("complete", True)
+    return (folder / "meta.json").exists() and _meta(folder).get("complete", True)
+
+
+def _meta(folder: Path) -> dict:
+    try:
+        return read_json(folder / "meta.json")
+    except ValueError as error:
+        raise ValueError(f"{error}: prepare the corpus again with --force") from None
 
 
 def read_meta(folder: Path) -> dict:
     """meta.json of a prepared folder. ValueError if it can't be read or names missing shards."""
     path = folder / "meta.json"
-    meta = read_json(path)
+    # Folders that other programs made need not say where their text came from.
+    meta = {"corpus": folder.name, "source": {}} | _meta(folder)
     try:
+        meta["shards"] = [{"documents": 0, "bytes": 0} | s for s in meta["shards"]]
         if not meta.get("complete", True):  # the last ones may be getting their names just now
             meta["shards"] = [s for s in meta["shards"] if (folder / s["file"]).exists()]
         shards = {s["file"]: s["tokens"] for s in meta["shards"]}
         kinds = [(meta["tokenizer"], "name", str), (meta["tokenizer"], "sha256", str)]
-        kinds += [(meta["tokenizer"], "n_vocab", int)]
+        kinds += [(meta["tokenizer"], "n_vocab", int), (meta, "source", dict)]
         kinds += [(s, key, str) for s in meta["shards"] for key in ("file", "sha256")]
         for holder, key, kind in kinds:
             if type(holder[key]) is not kind:
                 raise TypeError(f"{key} is {holder[key]!r}")
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} can't be read ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"{path} can't be read ({type(error).__name__}: {error}): prepare the corpus again "
+            "with --force"
+        ) from None
     for name, tokens in shards.items():
         if not (folder / name).exists():
-            raise ValueError(f"{folder / name} is missing; prepare the corpus again")
+            raise ValueError(f"{folder / name} is missing; prepare the corpus again with --force")
         if count_tokens(folder / name) != tokens:
             raise ValueError(f"{folder / name} does not have the {tokens} tokens of meta.json")
     return meta

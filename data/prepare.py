@@ -178,6 +178,8 @@ def prepare(
                 bar.update(sum(w.n_bytes for w in state.writers.values()))
                 encoded = _encoded(_batches(pieces), encoding, workers)
                 _write(encoded, state, bar, encoding.eot_token, max_tokens)
+        if not any(writer.n_tokens for writer in state.writers.values()):
+            raise ValueError(f"{corpus.name} has no text: {corpus.source}")
         state.finish()
     if replaced := state.meta["replaced_invalid_utf8"]:
         print(f"warning: {replaced} invalid UTF-8 sequences were replaced: is that text?")
@@ -290,22 +292,34 @@ def folder_of(corpus: str, tokenizer_name: str, data_dir: Path) -> Path:
     return data_dir / f"{corpora.folder_name(corpus)}-{tokenizer_name}"
 
 
+def command_of(corpus: str, tokenizer_name: str, data_dir: Path, text_field: str = "text") -> str:
+    """What a person types to prepare this."""
+    command = f"python -m data.prepare {shlex.quote(corpus)} --tokenizer {tokenizer_name}"
+    if data_dir != Path("data/prepared"):
+        command += f" --data-dir {shlex.quote(str(data_dir))}"
+    return command + (f" --text-field {shlex.quote(text_field)}" if text_field != "text" else "")
+
+
+def check_unchanged(found: corpora.Corpus, folder: Path, command: str) -> None:
+    """ValueError, with the command that helps, if the text is not what a folder was prepared
+    from."""
+    before = loader.read_meta(folder)["source"]
+    if any(before.get(k, v) != v for k, v in found.source.items()):
+        raise ValueError(
+            f"the text of {folder} has changed since it was prepared (then {before}, now "
+            f"{found.source}): run `{command} --force` to prepare it again"
+        )
+
+
 def ensure(corpus: str, tokenizer_name: str, data_dir: Path) -> Path:
     """The folder of tokens, prepared or being prepared; local text is prepared on first use.
     ValueError where that needs a download, or where the text has changed since."""
     folder = folder_of(corpus, tokenizer_name, data_dir)
-    command = f"python -m data.prepare {shlex.quote(corpus)} --tokenizer {tokenizer_name}"
-    if data_dir != Path("data/prepared"):
-        command += f" --data-dir {shlex.quote(str(data_dir))}"
     if loader.is_complete(folder):
-        meta = loader.read_meta(folder)
         if folder.name.startswith(corpora.local_name(Path(corpus))) and Path(corpus).exists():
-            now = corpora.find(corpus, meta["source"].get("text_field", "text")).source
-            if meta["source"] != now:
-                raise ValueError(
-                    f"{corpus} has changed since it was prepared (then {meta['source']}, now "
-                    f"{now}): run `{command} --force` to prepare it again"
-                )
+            field = loader.read_meta(folder)["source"].get("text_field", "text")
+            command = command_of(corpus, tokenizer_name, data_dir, field)
+            check_unchanged(corpora.find(corpus, field), folder, command)
         return folder
     started = (folder / "meta.json").exists()
     if started and loader.is_being_prepared(folder):
@@ -315,8 +329,9 @@ def ensure(corpus: str, tokenizer_name: str, data_dir: Path) -> Path:
         state = "only partly prepared" if started else "not prepared"
         raise NeedsDownload(
             f"corpus {corpus} is {state} in {data_dir}. That takes {found.cost}: "
-            f"run `{command}`.\nWithout a download: `python train.py config/quickstart.toml` "
-            "trains a small model on text that is already here."
+            f"run `{command_of(corpus, tokenizer_name, data_dir)}`.\nWithout a download: "
+            "`python train.py config/quickstart.toml` trains a small model on text that is already "
+            "here."
         )
     with loader.lock_of(folder):
         if not loader.is_complete(folder):
@@ -329,6 +344,8 @@ def ensure(corpus: str, tokenizer_name: str, data_dir: Path) -> Path:
 def inspect(folder: Path) -> Iterator[str]:
     """What a person wants to see of a prepared folder. ValueError at the end, if a shard's hash is
     not the one that was written down."""
+    if not (folder / "meta.json").exists():
+        raise ValueError(f"no {folder / 'meta.json'}: give a folder of prepared tokens")
     meta = loader.read_meta(folder)
     state = "complete" if meta.get("complete", True) else "not complete"
     yield f"{folder}: {meta['corpus']}, {meta['tokenizer']['name']} tokens, {state}"
@@ -404,7 +421,9 @@ def main(argv: list[str]) -> int:
     found = corpora.find(cfg.corpus, cfg.text_field)
     folder = folder_of(cfg.corpus, cfg.tokenizer, cfg.data_dir)
     with loader.lock_of(folder):
-        if loader.is_complete(folder) and not cfg.force:
+        if not cfg.force and loader.is_complete(folder):
+            command = command_of(cfg.corpus, cfg.tokenizer, cfg.data_dir, cfg.text_field)
+            check_unchanged(found, folder, command)
             print(f"{folder} is prepared already; --force prepares it again")
         else:
             encoding = tokenizer.load(cfg.tokenizer)
@@ -414,8 +433,12 @@ def main(argv: list[str]) -> int:
             new = folder.with_name(f".{folder.name}.new") if cfg.force else folder
             prepare(found, encoding, new, **limits, workers=cfg.workers, force=cfg.force)
             if cfg.force:
-                shutil.rmtree(folder, ignore_errors=True)
+                old = folder.with_name(f".{folder.name}.old")
+                shutil.rmtree(old, ignore_errors=True)
+                if folder.exists():
+                    os.rename(folder, old)
                 os.rename(new, folder)
+                shutil.rmtree(old, ignore_errors=True)
     shards = loader.read_meta(folder)["shards"]
     for split in ("train", "val"):
         its = [s for s in shards if s["file"].startswith(split)]

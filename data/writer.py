@@ -59,6 +59,7 @@ class ShardWriter:
     def _open(self, opened: dict) -> None:
         """Begin a shard, or go on with one of which only these tokens are valid."""
         path = self.folder / f"{self._name()}.tmp"
+        path.parent.mkdir(parents=True, exist_ok=True)
         size = loader.HEADER_BYTES + 2 * opened["tokens"]
         if opened["tokens"] and (not path.exists() or path.stat().st_size < size):
             raise ValueError(f"{path} is shorter than meta.json says")
@@ -140,22 +141,29 @@ class Preparation:
         if old.get("progress") and not (force and differing):
             self._restore(old, differing)
         elif folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder)  # made again with the first token: a refusal leaves none
 
     def _restore(self, old: dict, differing: list[str]) -> None:
         if differing:
+            options = {"limits": "shard_tokens"}
+            other = " and ".join(options.get(k, k) for k in differing)
             raise ValueError(
-                f"{self.folder} holds unfinished tokens of another {' and '.join(differing)}: "
-                "prepare again with --force, or into another --data-dir"
+                f"{self.folder} holds unfinished tokens of another {other}: go on with the same "
+                "`python -m data.prepare` command as before, or give it --force to begin again"
             )
-        self.place, self.meta = old["progress"]["place"], old
+        path = self.folder / "meta.json"
         try:
+            self.place, self.meta = old["progress"]["place"], old
+            numbers = self.place["document"], self.place["piece"]
+            if not all(type(n) is int and n >= 0 for n in numbers):
+                raise ValueError(f"{path} names no place to go on: {self.place}")
             for split, writer in self.writers.items():
                 writer.restore(old["shards"], old["progress"]["opened"][split])
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             for writer in self.writers.values():
                 writer.__exit__()
+            if not isinstance(error, OSError | ValueError):
+                error = f"{path} can't be read ({type(error).__name__}: {error})"
             raise ValueError(f"{error}: prepare again with --force") from None
 
     def snapshot(self) -> None:
@@ -179,6 +187,7 @@ class Preparation:
         self._write_meta()
 
     def _write_meta(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         loader.replace_file(self.folder / "meta.json", json.dumps(self.meta, indent=1) + "\n")
 
     @property

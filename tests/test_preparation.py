@@ -196,6 +196,23 @@ def unfinish(texts, encoding, folder) -> None:
     assert json.loads((folder / "meta.json").read_text())["complete"] is False
 
 
+@pytest.mark.parametrize(
+    "progress",
+    ["x", {"a": 1}, {"place": 5}, {"place": {"document": -1, "piece": 0}}, {"place": {}}]
+    + [{"place": {"document": 0, "piece": 0}, "opened": o} for o in (None, {}, {"val": 5})],
+    ids=str,
+)
+def test_a_damaged_place_in_the_source_is_refused_with_what_to_do(progress, texts, tmp_path):
+    encoding = tokenizer.load("byte")
+    meta = prepare.prepare(corpus_of(texts), encoding, tmp_path, shard_tokens=500)
+    damaged = json.dumps(meta | {"complete": False, "progress": progress})
+    (tmp_path / "meta.json").write_text(damaged, encoding="utf-8")
+    before = hashes(tmp_path)
+    with pytest.raises(ValueError, match=r"meta\.json .*: prepare again with --force"):
+        prepare.prepare(corpus_of(texts), encoding, tmp_path, shard_tokens=500)
+    assert hashes(tmp_path) == before
+
+
 @pytest.mark.parametrize("damage", ["short", "gone", "shard"])
 def test_damaged_unfinished_tokens_are_refused_with_what_to_do(
     texts, tmp_path, monkeypatch, damage

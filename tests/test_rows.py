@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -218,6 +219,14 @@ def test_a_missing_field_is_refused_with_the_file_and_the_fields_there_are(suffi
     assert "--text-field" in str(refusal.value)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("force", [(), ("--force",)], ids=["new", "force"])
+def test_a_refused_corpus_leaves_no_folder_behind(suffix, force, tmp_path):
+    path, data_dir = write_rows(tmp_path / f"t{suffix}", TEXTS, "body"), tmp_path / "data"
+    assert program(path, "--tokenizer", "byte", "--data-dir", data_dir, *force) == 2
+    assert [p for p in data_dir.iterdir() if p.suffix != ".lock"] == []
+
+
 BAD_LINES = {
     "another field": (b'{"body": "x", "id": 1}', "no field 'text', but body, id"),
     "no field": (b"{}", "no field 'text'"),
@@ -321,6 +330,12 @@ def test_a_carriage_return_between_the_parts_of_a_row_does_not_end_it(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_bytes(b'{"id": 1,\r"text":\r"a"}\r\n{"text": "b"}\r')
     assert found(path) == [b"a", b"b"]
+
+
+def test_a_byte_order_mark_before_the_first_row_is_no_part_of_it(tmp_path):
+    path = write_rows(tmp_path / "t.jsonl", TEXTS)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert found(path) == [text.encode() for text in TEXTS]
 
 
 def test_a_pair_of_escapes_is_one_character(tmp_path):
@@ -480,6 +495,61 @@ def test_inspection_of_a_wrong_folder_is_one_clear_error(spoil, named, folder, c
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert str(folder / named) in err
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_the_command_after_a_change_takes_the_field_that_was_prepared(suffix, byte, tmp_path):
+    path, data_dir = write_rows(tmp_path / f"t{suffix}", TEXTS, "the body"), tmp_path / "data"
+    argv = [path, "--tokenizer", "byte", "--data-dir", data_dir, "--text-field", "the body"]
+    assert program(*argv) == 0
+    write_rows(path, TEXTS[:-1], "the body")
+    with pytest.raises(ValueError, match="has changed since") as refusal:
+        prepare.ensure(str(path), "byte", data_dir)
+    (command,) = re.findall("`python -m data.prepare (.*)`", str(refusal.value))
+    assert program(*shlex.split(command)) == 0
+    assert prepare.ensure(str(path), "byte", data_dir).is_dir()
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", '{"a": 1}'])
+def test_force_replaces_tokens_whose_meta_json_is_damaged(damaged, byte, tmp_path):
+    path, data_dir = write_rows(tmp_path / "t.jsonl", TEXTS), tmp_path / "data"
+    argv = [path, "--tokenizer", "byte", "--data-dir", data_dir]
+    assert program(*argv) == 0
+    meta = prepare.folder_of(str(path), "byte", data_dir) / "meta.json"
+    before = meta.read_bytes()
+    meta.write_text(damaged, encoding="utf-8")
+    assert program(*argv) == 2
+    assert program(*argv, "--force") == 0
+    assert meta.read_bytes() == before
+
+
+def test_preparing_again_what_has_changed_is_refused_and_not_said_to_be_done(tmp_path, capfd):
+    path, data_dir = write_rows(tmp_path / "t.jsonl", TEXTS, "body"), tmp_path / "data"
+    argv = [path, "--tokenizer", "byte", "--data-dir", data_dir]
+    assert program(*argv, "--text-field", "body") == 0
+    assert program(*argv, "--text-field", "body") == 0
+    assert "prepared already" in capfd.readouterr().out
+    assert program(*argv, "--text-field", "title") == 2
+    assert "has changed since it was prepared" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("texts", [[], [""], [None, "", None]])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_corpus_without_any_text_is_refused_and_leaves_no_folder(suffix, texts, tmp_path, capfd):
+    path = write_rows(tmp_path / f"t{suffix}", texts)
+    argv = [path, "--tokenizer", "byte", "--data-dir", tmp_path / "data"]
+    assert program(*argv) == 2
+    assert "has no text" in capfd.readouterr().err
+    assert not [p for p in (tmp_path / "data").iterdir() if p.is_dir()]
+
+
+@pytest.mark.parametrize("key", ["corpus", "source"])
+def test_tokens_whose_meta_json_does_not_tell_their_source_are_shown(key, folder, capsys):
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    del meta[key], meta["shards"][0]["documents"], meta["shards"][0]["bytes"]
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    assert program("--inspect", folder) == 0
+    assert " 7 tokens, 0 documents" in capsys.readouterr().out
 
 
 # Room on the disk
