@@ -39,7 +39,10 @@ def _legend(figure: Figure, r: Results, *extra: Line2D) -> None:
         for arm in r.arms
         for w in r.warmups
     ]
-    figure.legend(handles=[*handles, *extra], loc="outside lower center", ncols=3, frameon=False)
+    columns = len(r.arms) + math.ceil(len(extra) / len(r.warmups))  # an arm in each column
+    figure.legend(
+        handles=[*handles, *extra], loc="outside lower center", ncols=columns, frameon=False
+    )
 
 
 def lr_sweep(r: Results, path: Path) -> None:
@@ -106,7 +109,7 @@ def depth(r: Results, path: Path) -> None:
     axes[1].set_yticks(r.lrs, [f"{lr:g}" for lr in r.lrs])
     axes[1].minorticks_off()
     for ax in axes:
-        ax.set(xlabel="layers", xscale="log")
+        ax.set(xlabel="layers", xscale="log", xlim=(r.depths[0] / 1.1, r.depths[-1] * 1.1))
         ax.set_xticks(r.depths, map(str, r.depths))
         ax.minorticks_off()
     _legend(figure, r)
