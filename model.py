@@ -212,8 +212,7 @@ class GPT(nn.Module):
         return self.head(self.hidden(idx, cache))
 
     def loss(self, idx: torch.Tensor, targets: torch.Tensor, chunk: int | None = None):
-        """Mean cross-entropy in nats per token of targets (B, T), with at most `chunk` tokens'
-        logits in memory at once (None: as many as are fast on this device)."""
+        """Mean cross-entropy in nats per token of targets (B, T), `chunk` tokens' logits a time."""
         x, targets, V = self.hidden(idx).flatten(0, 1), targets.flatten(), self.config.vocab_size
         chunk = chunk or max(1, LOGITS_AT_ONCE[x.device.type] // V)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -225,8 +224,9 @@ class GPT(nn.Module):
             return summed(x, targets) / len(x)
         plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
         if plain and hasattr(F, "linear_cross_entropy"):  # torch >= 2.12: no recomputation
-            options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
-            return F.linear_cross_entropy(x, self.wte.weight[:V], targets, options=options)
+            options, w = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk), self.wte.weight
+            bias = F.pad(w.new_zeros(V), (0, len(w) - V), value=-math.inf)  # faster than w[:V]
+            return F.linear_cross_entropy(x, w, targets, linear_bias=bias, options=options)
         chunks = zip(x.split(chunk), targets.split(chunk), strict=True)
         return sum(checkpoint(summed, *c, use_reentrant=False) for c in chunks) / len(x)
 
