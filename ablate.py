@@ -66,7 +66,8 @@ FREE = {
     "verify_data",
     "log_every",
 }
-FREE |= {"keep_weights", "save_every", "keep"}
+HIDDEN = {"post_ln", "sample_tokens"}  # no options here, so that no preset may have them
+FREE |= {"keep_weights", "save_every", "keep", *HIDDEN}
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class AblationConfig:
         return {cell.run.out_dir.name: cell for cell in found}
 
     def _cell(self, arm: str, n_layer: int, lr: float, warmup_steps: int, seed: int) -> TrainConfig:
-        name = f"{arm}-L{n_layer}-lr{lr:g}-w{warmup_steps}-s{seed}"
+        name = f"{arm}-L{n_layer}-lr{lr}-w{warmup_steps}-s{seed}"
         options = config.flat(self) | {"out_dir": self.run.out_dir / "runs" / name} | ARMS[arm]
         options |= {"n_layer": n_layer, "lr": lr, "warmup_steps": warmup_steps, "seed": seed}
         groups = {}
@@ -160,6 +161,8 @@ class AblationConfig:
                     f"{name} is no option here: arms decide about norms, all runs start "
                     "from random weights, and an ablation always goes on where it was"
                 )
+        if self.run.out_dir == Path():
+            found.append("out_dir must not be empty")
         if self.grid.workers is not None and self.grid.workers < 1:
             found.append(f"workers must be at least 1, got {self.grid.workers}")
         for cell in self.cells().values() if not found else ():
@@ -191,6 +194,13 @@ def run_cell(cell: TrainConfig, keep_weights: bool) -> bool:
     """Train one run, or go on with it; False if a signal stopped it. What training would print
     goes into the run's log.txt. To diverge is a result."""
     folder = cell.run.out_dir
+    # A worker whose parent was killed may still be saving here.
+    with filelock.FileLock(folder.with_name(f".{folder.name}.lock"), timeout=600):
+        return finished(cell).exists() or _run_claimed(cell, keep_weights)
+
+
+def _run_claimed(cell: TrainConfig, keep_weights: bool) -> bool:
+    folder = cell.run.out_dir
     resume = bool(checkpoint.saved_in(folder))
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
@@ -218,25 +228,31 @@ def run_cell(cell: TrainConfig, keep_weights: bool) -> bool:
         "seconds": time.perf_counter() - start,
     }
     os.replace(log, folder / "log.txt")
-    if not keep_weights:
+    loader.replace_file(finished(cell), json.dumps(result) + "\n")
+    if not keep_weights:  # only now: half a checkpoint can't be resumed from
         for name in checkpoint.saved_in(folder):
             shutil.rmtree(folder / name)
-    loader.replace_file(finished(cell), json.dumps(result) + "\n")
     return True
 
 
-def work(tasks, results, device: str, keep_weights: bool) -> None:
-    """A process that trains runs until there are none left. It answers each with its name and
-    whether it was finished, or with what went wrong. When its parent is gone, it saves and ends."""
+def work(tasks, results, stop, device: str, keep_weights: bool) -> None:
+    """A process that trains runs until there are none left, or `stop` is set. It answers each with
+    its name and whether it was finished, or with what went wrong. When its parent is gone, it saves
+    and ends."""
+    parent = multiprocessing.parent_process()
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # Ctrl-C is the parent's: with its SIGTERM it would be a second signal
 
     def watch() -> None:
-        multiprocessing.parent_process().join()
+        parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
     if device == "cpu":
         torch.set_num_threads(1)
-    for name, cell in iter(tasks.get, None):
+    # A signal ends one run, or nothing at all if it comes after the last step: so ask, too.
+    while parent.is_alive() and not stop.is_set() and (task := tasks.get()):
+        name, cell = task
         cell = replace(cell, run=replace(cell.run, device=device))
         try:
             results.put((name, run_cell(cell, keep_weights)))
@@ -248,11 +264,11 @@ def train_all(cells: dict[str, TrainConfig], devices: list[str], keep_weights: b
     """Train the cells that are not finished, side by side, a process per device. ValueError if one
     of them can't be run; KeyboardInterrupt if one was stopped."""
     context = multiprocessing.get_context("spawn")
-    tasks, results = context.Queue(), context.Queue()
+    tasks, results, stop = context.Queue(), context.Queue(), context.Event()
     to_do = {name: cell for name, cell in cells.items() if not finished(cell).exists()}
     for task in [*to_do.items(), *(None for _ in devices)]:
         tasks.put(task)
-    arguments = [(tasks, results, device, keep_weights) for device in devices[: len(to_do)]]
+    arguments = [(tasks, results, stop, device, keep_weights) for device in devices[: len(to_do)]]
     processes = [context.Process(target=work, args=a, daemon=True) for a in arguments]
     cost = {name: cell.model.n_layer * cell.run.steps for name, cell in cells.items()}
     bar = tqdm(total=sum(cost.values()), disable=None, bar_format=BAR)
@@ -271,6 +287,7 @@ def train_all(cells: dict[str, TrainConfig], devices: list[str], keep_weights: b
             del to_do[name]
     finally:
         bar.close()
+        stop.set()
         for process in processes:
             if process.is_alive():
                 process.terminate()  # a run in progress saves before it ends
@@ -301,13 +318,14 @@ def devices_of(requested: str, workers: int | None, gpus: int, cores: int) -> li
 
 def operations(cells: dict[str, TrainConfig]) -> float:
     """Floating-point operations of all runs."""
-    total = 0
+    total, per_token = 0, {}
     for cell in cells.values():
-        vocab = 257 if cell.data.tokenizer == "byte" else 50257
-        with torch.device("meta"):
-            model = GPT(replace(cell.model, vocab_size=vocab))
-        per_token = flops_per_token(model.n_params()["without_positions"], model.config)
-        total += per_token * cell.run.steps * cell.run.batch_tokens
+        shape = replace(cell.model, vocab_size=257 if cell.data.tokenizer == "byte" else 50257)
+        if shape not in per_token:
+            with torch.device("meta"):
+                n = GPT(shape).n_params()["without_positions"]
+            per_token[shape] = flops_per_token(n, shape)
+        total += per_token[shape] * cell.run.steps * cell.run.batch_tokens
     return total
 
 
@@ -340,7 +358,8 @@ def claimed(cfg: AblationConfig) -> Iterator[None]:
     except filelock.Timeout:
         raise ValueError(f"another ablation is running in {out_dir}") from None
     with lock:
-        text, path = config.to_toml(cfg), out_dir / "config.toml"
+        lines, path = config.to_toml(cfg).splitlines(True), out_dir / "config.toml"
+        text = "".join(line for line in lines if line.split(" ")[0] not in HIDDEN)
         if path.exists():
             before, now = (tomllib.loads(t) for t in (path.read_text(encoding="utf-8"), text))
             keys = sorted(k for k in (before | now).keys() - FREE if before.get(k) != now.get(k))

@@ -38,7 +38,9 @@ def lesson(*, n_layer: int = 12, width: int = 256, tokens: int = 512, seed: int 
     at the output."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     start, end = draw(tokens, width), draw(tokens, width)
-    rotations = torch.linalg.qr(draw(n_layer, width, width)).Q
+    q, r = torch.linalg.qr(draw(n_layer, width, width))
+    # LAPACK's Q leans to -I. With R's signs it favours no direction (Mezzadri 2007).
+    rotations = q * r.diagonal(dim1=1, dim2=2).sign()[:, None]
     norm, rows = partial(F.layer_norm, normalized_shape=(width,)), []
     for gain in GAINS:
         for name, wiring in WIRINGS.items():

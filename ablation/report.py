@@ -37,7 +37,7 @@ def interval(differences: list[float]) -> tuple[float, float] | None:
     n = len(differences)
     if n < 2 or not all(map(math.isfinite, differences)):
         return None
-    quantile = T_975[n - 2] if n - 2 < len(T_975) else 1.96 * (1 + 1 / (n - 1))
+    quantile = T_975[n - 2] if n - 2 < len(T_975) else 1.96 + 2.37 / (n - 1) + 2.82 / (n - 1) ** 2
     return fmean(differences), quantile * stdev(differences) / math.sqrt(n)
 
 
@@ -86,7 +86,7 @@ class Results:
         bound = min(bound.values()) + NEAR
         line = self.line(arm, depth, warmup)
         centre = self.lrs.index(self.best_lr(arm, depth, warmup))
-        if not line[self.lrs[centre]] <= bound:
+        if not line[self.lrs[centre]] <= bound < math.inf:
             return 0.0, False
         width, cut = 0.0, False
         for side in (self.lrs[centre::-1], self.lrs[centre:]):
@@ -201,12 +201,18 @@ def _depth_verdict(r: Results, arm: str) -> str:
     first, last = r.depths[0], r.depths[-1]
     points = [(arm, depth, *r.best(arm, depth)) for depth in (last, first)]
     differences = r.paired(*points)
-    found = interval(differences)
+    mean, found = fmean(differences), interval(differences)
+    if found:
+        told = f"changes by {mean:+.3f} ± {found[1]:.3f} nats"
+        told += ", which does not decide its sign" if abs(mean) <= found[1] else ""
+    elif math.isfinite(mean):
+        told = f"changes by {mean:+.3f} nats (one seed)"
+    else:
+        told = "is not finite for every seed"
     shares = [fmean(r.diverged(arm, d, w, r.lrs) for w in r.warmups) for d in (first, last)]
     return (
-        f"**From {first} to {last} layers, {NAMES[arm]}:** the best loss changes by "
-        + (f"{found[0]:+.3f} ± {found[1]:.3f}" if found else f"{fmean(differences):+.3f}")
-        + f" nats; the share of diverged runs goes from {shares[0]:.0%} to {shares[1]:.0%}."
+        f"**From {first} to {last} layers, {NAMES[arm]}:** the best loss {told}; the share of "
+        f"diverged runs goes from {shares[0]:.0%} to {shares[1]:.0%}."
     )
 
 
@@ -360,10 +366,12 @@ def markdown(rows: list[dict], initial: list[dict], setting: str) -> str:
     """The report as markdown; `setting` says what was trained, on what."""
     r = Results(rows)
     entropy = fmean(row["unigram_entropy"] for row in rows)
+    several = len(r.seeds) > 1
+    mean = "Mean over seeds" if several else "One seed"
     lines = [
         "# " + " against ".join(NAMES[arm] for arm in r.arms),
         "",
-        f"{len(rows)} runs, {len(r.seeds)} seed(s) each; all arms of a seed share their initial "
+        f"{len(rows)} runs, with {len(r.seeds)} seed(s); all arms of a seed share their initial "
         f"draws and their batches. {setting} Losses are in nats per token of the validation text. "
         f"A run has diverged if it is not finite or ends above {entropy:.3f}, the entropy of that "
         "text's own token frequencies: then it has learned nothing from the context. Every number "
@@ -377,15 +385,14 @@ def markdown(rows: list[dict], initial: list[dict], setting: str) -> str:
         "",
         "## Loss at every learning rate",
         "",
-        "Mean over seeds; † where a run diverged.",
+        f"{mean}; † where a run diverged.",
         "",
         *loss_table(r),
         "",
         "## The best rate of every arm and warm-up",
         "",
-        "Mean ± standard deviation over seeds. The range of rates is in factors of ten; ≥ where it "
-        "goes on beyond the grid. The share of diverged runs is over all rates. Post-LN lacks the "
-        "final norm's parameters.",
+        f"{mean}{' ± standard deviation' if several else ''}. The range of rates is in factors of "
+        "ten; ≥ where it reaches the grid's edge. The share of diverged runs is over all rates.",
         "",
         *best_table(r),
         "",
@@ -396,14 +403,19 @@ def markdown(rows: list[dict], initial: list[dict], setting: str) -> str:
         lines += [
             "## Differences at the same rate, seed by seed",
             "",
-            f"Mean over seeds ± half of its 95 % interval (Student's t, {len(r.seeds)} seeds).",
+            f"{mean} ± half the width of its 95 % interval (Student's t, {len(r.seeds)} seeds)."
+            if several
+            else "Of one seed each, which can't tell whether they are chance.",
             "",
             *paired_table(r),
             "",
         ]
-    lines += [
-        "![Training curves](curves.png)",
-        "",
+    lines += ["![Training curves](curves.png)", "", *start_section(initial)]
+    return "\n".join(lines)
+
+
+def start_section(initial: list[dict]) -> list[str]:
+    return [
         "## Before the first step",
         "",
         *(f"- {sentence}" for sentence in at_initialisation(initial)),
@@ -417,4 +429,3 @@ def markdown(rows: list[dict], initial: list[dict], setting: str) -> str:
         "![Gradients by depth and layer](gradients.png)",
         "",
     ]
-    return "\n".join(lines)
