@@ -545,7 +545,7 @@ def test_an_ablation_killed_three_times_has_the_results_of_an_uninterrupted_one(
     """SIGKILL of the parent, at random moments while a run is under way; its workers save and end.
     The last call trains in worker processes, the uninterrupted one in a plain loop."""
     rng = random.Random(7)
-    changes = {"lr": [1e-2], "seed": [1, 2, 3], "steps": 60, "save_every": 20}
+    changes = {"lr": [1e-2], "seed": [1, 2, 3], "steps": 100, "save_every": 20}
     parts = options(corpus, tmp_path / "parts", **changes)
     saved, finished = [], {}
     for _ in range(3):
