@@ -53,10 +53,11 @@ def validation_loss(
     model.eval()
     try:
         for start in starts:
-            x, y = tokens.read(np.arange(start, min(start + micro_batch, windows)))
+            pair = tokens.read(np.arange(start, min(start + micro_batch, windows)))
+            x, y = (runtime.to_device(t, device) for t in pair)
             loss = fast if fast and len(x) == micro_batch else model.loss
             with runtime.autocast(device, dtype):
-                total += loss(x.to(device), y.to(device)).to(wide) * y.numel()
+                total += loss(x, y).to(wide) * y.numel()
     finally:
         model.train(was_training)
     return processes.sum(total).item() / (windows * tokens.block_size)

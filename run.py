@@ -229,8 +229,7 @@ def prepare_loss(run: Run) -> float:
     """Set run.fast and run.loss after a trial, which changes nothing; seconds of a micro-batch."""
     batch = next(run.batches.micro_batches(run.step, run.cfg.run.micro_batch))
     x, y = (t.to(run.device) for t in batch)
-    if run.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
+    runtime.allow_tf32(run.device)
 
     def trial(loss: Callable) -> float:
         start = time.perf_counter()
