@@ -99,7 +99,7 @@ class BenchConfig:
     gpus_per_node: int = 8
     """Plan: GPUs that share a machine."""
     node_gb_per_s: float = 450.0
-    """Plan: GB/s a GPU sends within its machine (NVIDIA's H100 data sheet: NVLink, 900 both ways)."""
+    """Plan: GB/s a GPU sends within its machine (NVIDIA's H100 data sheet: NVLink, 2 x 450)."""
     network_gb_per_s: float = 50.0
     """Plan: GB/s a GPU sends to another machine (a 400 Gbit/s adapter each)."""
     overlap: float = 0.8
@@ -621,7 +621,7 @@ def scaling(cfg: BenchConfig) -> dict:
             speed = next(training(point, {HERE: one}, products))["of"][HERE]
             about = {"axis": axis, "parameters": one.model.n_params()["total"]}
             about |= {"block_size": shape.block_size, "micro_batch": n}
-            rows.append(about | {"tokens_per_s": speed["median"]} | speed)
+            rows.append(about | {"tokens_per_s": speed.pop("median")} | speed)
         report = {"machine": machine(bench), "options": options(bench.cfg), "scaling": rows}
     with open(cfg.out_dir / "scaling.csv", "w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, rows[0])
@@ -686,7 +686,7 @@ def table_of(rows: list[dict]) -> str:
 
 def figure_row(f: dict) -> dict:
     """Medians (quartiles), the limit and our share of it, and how many times as good ours is."""
-    row = {"": f["name"], "unit": f["unit"], HERE: ""}
+    row = {"": f["name"], "unit": f["unit"], HERE: "", "limit": "", "of it": ""}
     for name, v in f["of"].items():
         spread = f" ({short(v['q1'])}–{short(v['q3'])})" if v["q1"] != v["q3"] else ""
         row[name] = short(v["median"]) + spread
@@ -736,7 +736,7 @@ def draw_scaling(report: dict, path: Path) -> None:
     for axes, axis in zip(picture.subplots(1, len(axes_of)), axes_of, strict=True):
         rows = [row for row in report["scaling"] if row["axis"] == axis]
         x, low, y, high = zip(
-            *((r[axis], r["q1"], r["median"], r["q3"]) for r in rows), strict=True
+            *((r[axis], r["q1"], r["tokens_per_s"], r["q3"]) for r in rows), strict=True
         )
         axes.plot(x, y, marker="o", color="#08519c")
         axes.fill_between(x, low, high, color="#9ecae1")

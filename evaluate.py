@@ -55,7 +55,7 @@ def validation_loss(
         for start in starts:
             pair = tokens.read(np.arange(start, min(start + micro_batch, windows)))
             x, y = (runtime.to_device(t, device) for t in pair)
-            loss = fast if fast and len(x) == micro_batch else model.loss
+            loss = model.loss if fast is None or len(x) < micro_batch else fast
             with runtime.autocast(device, dtype):
                 total += loss(x, y).to(wide) * y.numel()
     finally:
