@@ -8,7 +8,6 @@ weights and batches. Figures are medians of the rounds after a first one that is
 
 import contextlib
 import copy
-import csv
 import importlib.util
 import itertools
 import json
@@ -150,9 +149,14 @@ class Bench:
         tokens = loader.Tokens(self.folder / "tokens", "train", self.cfg.model.block_size)
         return loader.Batches(tokens, seed=0, rows_per_step=self.cfg.micro_batch)
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.cfg.micro_batch * self.cfg.model.block_size
+    @cached_property
+    def rates(self) -> dict[str, Callable[[int], float]]:
+        """What measures the machine itself."""
+        return {"products": product_rate(self.device, self.dtype), "reads": read_rate(self.device)}
+
+    @cached_property
+    def everyone(self) -> dict[str, "Contestant"]:
+        return {name: enter(self, name) for name in self.cfg.names}
 
 
 @dataclass(frozen=True)
@@ -364,13 +368,15 @@ def timed_step(bench: Bench, one: Contestant, step: int) -> dict[str, float]:
     return phases | {"step": between(marks[0], marks[-1]), "loss": loss.item()}
 
 
-def training(bench: Bench, everyone: dict[str, Contestant], products: Callable) -> Iterator[dict]:
+def training(bench: Bench) -> Iterator[dict]:
     """Steps in turn, and in every round a look at what the machine can do just then."""
-    work = {name: partial(timed_step, bench, one) for name, one in everyone.items()}
-    rounds = in_turns(bench.cfg.repeats, work | {"machine": products})
-    peak, model = statistics.median(rounds.pop("machine")), everyone[HERE].model
+    work = {name: partial(timed_step, bench, one) for name, one in bench.everyone.items()}
+    rounds = in_turns(bench.cfg.repeats, work | {"machine": bench.rates["products"]})
+    # The fastest round is the limit: what else the machine does can only slow it down.
+    peak, model = max(rounds.pop("machine")), bench.everyone[HERE].model
     flops = flops_per_token(model.n_params()["without_positions"], model.config)
-    rates = {n: [bench.tokens_per_step / r["step"] for r in rows] for n, rows in rounds.items()}
+    tokens = bench.cfg.micro_batch * bench.cfg.model.block_size
+    rates = {name: [tokens / r["step"] for r in rows] for name, rows in rounds.items()}
     yield figure("training", "tokens/s", rates, peak / flops)
     peaks = {"measured": peak, "data sheet's": runtime.peak_of(bench.device, bench.dtype)}
     for kind, peak in peaks.items():
@@ -379,10 +385,11 @@ def training(bench: Bench, everyone: dict[str, Contestant], products: Callable) 
     for phase in ("forward", "backward", "optimizer", "data"):
         times = {name: [1e3 * r[phase] for r in rows] for name, rows in rounds.items()}
         yield figure(f"  {phase}", "ms", times)
-    for name in [n for n in rounds if n != HERE]:
-        pairs = zip(rounds[HERE], rounds[name], strict=True)
-        apart = max(abs(a["loss"] - b["loss"]) for a, b in pairs)
-        yield figure("  largest difference in loss", "nats", {name: [apart]})
+    mine, apart = [r["loss"] for r in rounds.pop(HERE)], {}
+    for name, rows in rounds.items():
+        apart[name] = [max(abs(r["loss"] - m) for r, m in zip(rows, mine, strict=True))]
+    if apart:
+        yield figure("  largest difference in loss", "nats", apart)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -416,14 +423,16 @@ def memory(bench: Bench) -> Iterator[dict]:
     sizes, context = {}, multiprocessing.get_context("spawn")
     for name in bench.cfg.names:
         with ProcessPoolExecutor(1, mp_context=context) as pool:
-            sizes[name] = [pool.submit(memory_of, bench, name).result()]
+            sizes[name] = [pool.submit(memory_of, replace(bench), name).result()]
     yield figure("peak memory of training", "MB", sizes)
 
 
-def sampling(bench: Bench, everyone: dict[str, Contestant], reads: float) -> Iterator[dict]:
+def sampling(bench: Bench) -> Iterator[dict]:
     """Greedy sampling with a cache. Its limit: all weights but the positions' are read once per
     token, however many samples share them."""
-    n, model, tokens = bench.cfg.sample_tokens, everyone[HERE].model, bench.batches.tokens
+    rounds, n, tokens = bench.cfg.repeats, bench.cfg.sample_tokens, bench.batches.tokens
+    reads = max(in_turns(rounds, {HERE: bench.rates["reads"]})[HERE])
+    model = bench.everyone[HERE].model
     n_weights = sum(p.numel() for p in model.parameters()) - model.wpe.weight.numel()
     for dtype, batch in itertools.product((torch.float32, torch.bfloat16), (1, 16)):
         prompts = tokens.read(np.arange(batch) % len(tokens))[0][:, :PROMPT].tolist()
@@ -432,13 +441,13 @@ def sampling(bench: Bench, everyone: dict[str, Contestant], reads: float) -> Ite
             return n_tokens / timed(bench.device, call)
 
         work = {}
-        for name, one in everyone.items():
+        for name, one in bench.everyone.items():
             if one.generate:
                 copied = copy.deepcopy(one.model).to(dtype).eval()
                 work[name] = partial(rate, call=partial(one.generate, copied, prompts, n))
         kind, limit = str(dtype).removeprefix("torch."), batch * reads / dtype.itemsize / n_weights
-        rates = in_turns(bench.cfg.repeats, work)
-        yield figure(f"sampling, batch {batch}, {kind}", "tokens/s", rates, limit)
+        speeds = in_turns(rounds, work)
+        yield figure(f"sampling, batch {batch}, {kind}", "tokens/s", speeds, limit)
 
 
 def prepare_tokens(bench: Bench, name: str) -> float:
@@ -486,7 +495,8 @@ def largest_that_fits(attempt: Callable[[int], object], n: int = 64) -> int:
             break
         except torch.OutOfMemoryError:
             n //= 2
-        torch.cuda.empty_cache()
+        finally:
+            torch.cuda.empty_cache()
     return n
 
 
@@ -516,11 +526,10 @@ def opened(cfg: BenchConfig) -> Iterator[Bench]:
 
 def machine(bench: Bench) -> dict:
     """What the figures depend on besides the options."""
-    name, cpu = platform.processor(), Path("/proc/cpuinfo")
-    if cpu.exists() and (found := re.search(r"model name\s*: (.+)", cpu.read_text("utf-8"))):
-        name = found[1]
-    if bench.device.type == "cuda":
-        name = torch.cuda.get_device_name(bench.device)
+    cpu = Path("/proc/cpuinfo")
+    text = cpu.read_text(encoding="utf-8") if cpu.exists() else ""
+    names = re.findall(r"model name\s*: (.+)", text) or [platform.processor()]
+    name = torch.cuda.get_device_name() if bench.device.type == "cuda" else names[0]
     about = {"device": f"{bench.device.type}, {name}", "cores": os.cpu_count()}
     about |= {"threads": torch.get_num_threads(), "dtype": str(bench.dtype).removeprefix("torch.")}
     return about | versions()
@@ -532,29 +541,18 @@ def options(cfg: BenchConfig) -> dict:
 
 
 def measure(cfg: BenchConfig) -> dict:
-    """All parts that were asked for."""
+    """The machine, then all parts that were asked for."""
     with opened(cfg) as bench:
-        cfg, device, figures = bench.cfg, bench.device, []
-        if "memory" in cfg.parts:  # first: this process may need all of it later
-            figures += memory(bench)
-        runtime.allow_tf32(device)
-        rates = {"products": product_rate(device, bench.dtype), "reads": read_rate(device)}
-        seen = in_turns(cfg.repeats, rates)
-        giga = {name: {HERE: [v / 1e9 for v in seen[name]]} for name in rates}
-        figures.insert(0, figure("matrix products", "GFLOP/s", giga["products"]))
-        figures.insert(1, figure("memory, read", "GB/s", giga["reads"]))
-        if {"training", "sampling"} & {*cfg.parts}:
-            everyone = {name: enter(bench, name) for name in cfg.names}
-        work = {
-            "training": lambda: training(bench, everyone, rates["products"]),
-            "sampling": lambda: sampling(bench, everyone, statistics.median(seen["reads"])),
-            "tokenizing": lambda: tokenizing(bench),
-            "startup": lambda: startup(bench),
-        }
-        for part in [name for name in work if name in cfg.parts]:
-            print(f"measuring {part}", flush=True)
-            figures += work[part]()
-        return {"machine": machine(bench), "options": options(cfg), "figures": figures}
+        seen = in_turns(cfg.repeats, bench.rates)
+        giga = {name: {HERE: [v / 1e9 for v in seen[name]]} for name in seen}
+        figures = [figure("matrix products", "GFLOP/s", giga["products"])]
+        figures.append(figure("memory, read", "GB/s", giga["reads"]))
+        # Memory first: this process may need all of it later.
+        for part in (memory, training, sampling, tokenizing, startup):
+            if part.__name__ in cfg.parts:
+                print(f"measuring {part.__name__}", flush=True)
+                figures += part(bench)
+        return {"machine": machine(bench), "options": options(bench.cfg), "figures": figures}
 
 
 def full(cfg: BenchConfig) -> dict:
@@ -613,20 +611,16 @@ def scaling(cfg: BenchConfig) -> dict:
     """Training at every point of the grid, also as scaling.csv and scaling.png."""
     rows = []
     with opened(cfg) as bench:
-        products = product_rate(bench.device, bench.dtype)
         for axis, shape, n in grid(bench.cfg.model, bench.cfg.micro_batch):
             print(f"measuring {axis}", flush=True)
             point = replace(bench, cfg=replace(bench.cfg, model=shape, micro_batch=n))
-            one = enter(point)
-            speed = next(training(point, {HERE: one}, products))["of"][HERE]
-            about = {"axis": axis, "parameters": one.model.n_params()["total"]}
+            speed, model = next(training(point))["of"][HERE], point.everyone[HERE].model
+            about = {"axis": axis, "parameters": model.n_params()["total"]}
             about |= {"block_size": shape.block_size, "micro_batch": n}
             rows.append(about | {"tokens_per_s": speed.pop("median")} | speed)
         report = {"machine": machine(bench), "options": options(bench.cfg), "scaling": rows}
-    with open(cfg.out_dir / "scaling.csv", "w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, rows[0])
-        table.writeheader()
-        table.writerows(rows)
+    lines = [",".join(map(str, line)) for line in (rows[0], *(row.values() for row in rows))]
+    loader.replace_file(cfg.out_dir / "scaling.csv", "\n".join(lines) + "\n")
     draw_scaling(report, cfg.out_dir / "scaling.png")
     return report
 

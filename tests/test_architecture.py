@@ -101,7 +101,9 @@ def test_importing_every_module_prints_nothing_and_leaves_the_random_state_alone
 
 @pytest.mark.parametrize("name", ["datasets", "wandb", "matplotlib", "transformers"])
 def test_heavy_packages_load_only_when_they_are_used(name):
-    code = f"import train, sample, evaluate, data.prepare, sys; print({name!r} in sys.modules)"
+    code = (
+        f"import train, sample, evaluate, data.prepare, bench, sys; print({name!r} in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "False"
 

@@ -273,9 +273,9 @@ def test_a_run_beside_transformers_and_a_checkout(tmp_path, capsys):
     assert sys.modules["model"].__file__ != sys.modules["checkout_model"].__file__
     assert "warning" not in out
     figures = [f for f in report["figures"] if "difference" not in f["name"]]
-    apart = [f["of"] for f in report["figures"] if "difference" in f["name"]]
-    assert [name for of in apart for name in of] == ["transformers", "checkout"]
-    assert all(v["median"] < 1e-4 for of in apart for v in of.values())
+    (apart,) = [f["of"] for f in report["figures"] if "difference" in f["name"]]
+    assert {*apart} == {"transformers", "checkout"}
+    assert all(v["median"] < 1e-4 for v in apart.values())
     for f in figures:
         here, *there = f["of"]
         assert here == "here"

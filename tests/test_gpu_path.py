@@ -136,11 +136,9 @@ def test_what_waits_is_noticed(waits):
     x = torch.tensor([1.0, 2.0])
     assert x.sum() == 3
     assert float(x[0]) == 1
-    x[x > 1] = 0
-    assert x.tolist() == [1, 0]
+    assert x.tolist() == [1, 2]
     x.cpu()
-    assert {*waits} >= {"_local_scalar_dense", "tolist", "cpu"}
-    assert len(waits) >= 5
+    assert {*waits} == {"_local_scalar_dense", "tolist", "cpu"}
 
 
 @pytest.mark.parametrize("more", [{}, {"dtype": "bfloat16"}, {"dropout": 0.1}, {"grad_clip": 0.0}])
