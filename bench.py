@@ -239,6 +239,12 @@ def read_rate(device: torch.device) -> Callable[[int], float]:
     return lambda _: matrix.nbytes / timed(device, lambda: matrix @ vector)
 
 
+def use(device: torch.device) -> None:
+    """Make a process compute there as train.py does."""
+    runtime.Processes().connect(device)
+    runtime.allow_tf32(device)
+
+
 def ours(bench: Bench) -> Contestant:
     """This code, as train.py and sample.py run it."""
     model = GPT(bench.cfg.model).to(bench.device)
@@ -339,7 +345,6 @@ def from_checkout(bench: Bench) -> Contestant:
 
 def enter(bench: Bench, name: str = HERE) -> Contestant:
     """A contestant, compiled where that is wanted, whoever it is."""
-    runtime.allow_tf32(bench.device)
     one = {HERE: ours, "transformers": theirs, "checkout": from_checkout}[name](bench)
     if not runtime.wants_compile(bench.cfg.compile, bench.device):
         return one
@@ -411,6 +416,7 @@ def memory_of(bench: Bench, name: str) -> float:
         import_transformers()
     with contextlib.suppress(OSError):  # Linux: forget the imports' own peak
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    use(bench.device)
     before = peak_bytes(bench.device)
     one = enter(bench, name)
     for step in range(2):
@@ -516,6 +522,7 @@ def opened(cfg: BenchConfig) -> Iterator[Bench]:
     """A temporary folder with tokens, and the options settled."""
     device = runtime.find_device(cfg.device)
     dtype, _ = runtime.find_dtype(cfg.dtype, device)
+    use(device)
     shape = replace(cfg.model, vocab_size=tokenizer.load(cfg.tokenizer).n_vocab)
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(replace(cfg, model=shape), device, dtype, Path(name))
@@ -529,7 +536,7 @@ def machine(bench: Bench) -> dict:
     cpu = Path("/proc/cpuinfo")
     text = cpu.read_text(encoding="utf-8") if cpu.exists() else ""
     names = re.findall(r"model name\s*: (.+)", text) or [platform.processor()]
-    name = torch.cuda.get_device_name() if bench.device.type == "cuda" else names[0]
+    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else names[0]
     about = {"device": f"{bench.device.type}, {name}", "cores": os.cpu_count()}
     about |= {"threads": torch.get_num_threads(), "dtype": str(bench.dtype).removeprefix("torch.")}
     return about | versions()
@@ -735,6 +742,8 @@ def draw_scaling(report: dict, path: Path) -> None:
         axes.plot(x, y, marker="o", color="#08519c")
         axes.fill_between(x, low, high, color="#9ecae1")
         axes.set(xlabel=axis.replace("_", " "), ylabel="training, tokens/s", xscale="log", ylim=0)
+        axes.set_xticks(x, [f"{n / 1e6:.3g}M" if n >= 1e6 else f"{n:,}" for n in x])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
     picture.suptitle(report["machine"]["device"])
     picture.savefig(path, dpi=120)
@@ -750,8 +759,11 @@ def main(argv: list[str]) -> int:
     if cfg.vs_checkout:
         import_checkout(cfg.vs_checkout)
     cfg.out_dir.mkdir(parents=True, exist_ok=True)
-    modes = (full, scaling, plan)
-    report = next((mode for mode in modes if getattr(cfg, mode.__name__)), measure)(cfg)
+    work = next((mode for mode in (full, scaling, plan) if getattr(cfg, mode.__name__)), measure)
+    try:
+        report = work(cfg)
+    except runtime.CompileError as error:
+        raise ValueError(str(error)) from None
     loader.replace_file(cfg.out_dir / "bench.json", json.dumps(report, indent=1) + "\n")
     if cfg.plot and "figures" in report:
         draw_figures(report, cfg.out_dir / "bench.png")
