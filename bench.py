@@ -703,6 +703,8 @@ def report_text(report: dict) -> str:
     lines = [", ".join(f"{k} {v}" for k, v in report.get("machine", {}).items())]
     if "cuda_tests" in report:
         lines.append(f"CUDA tests: {report['cuda_tests']}")
+    if report.get("figures"):
+        lines.append("medians (quartiles); to X: how many times as good as X's, 1 being equal")
     tables = [map(figure_row, report.get("figures", []))]
     tables += [report.get(key, []) for key in ("scaling", "plan", "runs")]
     lines += [table_of(rows) for rows in map(list, tables) if rows]

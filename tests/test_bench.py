@@ -246,7 +246,7 @@ def assert_the_table_is_in_the_file(report: dict, out: str) -> None:
 
 def test_a_run_alone(tmp_path, capsys):
     """With the real rates of this machine."""
-    parts = ["--parts", "training", "tokenizing"]
+    parts = ["--repeats=1", "--parts", "training", "tokenizing"]
     report, out = run(capsys, tmp_path, *TINY, *parts)
     assert {"device", "cores", "threads", "dtype", "torch"} <= report["machine"].keys()
     assert report["options"]["n_embd"] == 32
@@ -254,7 +254,7 @@ def test_a_run_alone(tmp_path, capsys):
     figures = {f["name"].strip(): f for f in report["figures"]}
     assert len(figures) == len(report["figures"])
     training = figures["training"]["of"]["here"]
-    assert 0 < training["q1"] <= training["median"] <= training["q3"]
+    assert 0 < training["q1"] == training["median"] == training["q3"]
     share = figures["MFU of the measured peak"]["of"]["here"]["median"]
     assert share == pytest.approx(100 * training["share"])
     assert figures["MFU of the data sheet's peak"]["of"]["here"]["median"] is None
@@ -418,6 +418,40 @@ def test_full_does_not_train_into_an_old_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     (tmp_path / "post").mkdir()
     assert "holds post already" in refused(capsys, "--full", f"--out-dir={tmp_path}")
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_full_tests_measures_and_trains(code, tmp_path, monkeypatch, capsys):
+    """Its parts stand in for what only a GPU can do."""
+    asked = []
+
+    def tests(command, **how):
+        asked.append(command[1:])
+        return bench.subprocess.CompletedProcess(command, code)
+
+    def measure(cfg):
+        asked.append(cfg.parts)
+        return {"options": {"micro_batch": 48}, "figures": []}
+
+    def both_norms(cfg, steps):
+        asked.append((cfg.micro_batch, steps))
+        return [{"blocks": "pre", "val_loss": 1.25}, {"blocks": "post", "val_loss": None}]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(bench.subprocess, "run", tests)
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "both_norms", both_norms)
+    assert config.run_program(bench.main, ["--full", f"--out-dir={tmp_path}"]) == code
+    out = capsys.readouterr().out
+    assert asked == [
+        ["-m", "pytest", "-m", "cuda"],
+        ("memory", "training", "sampling"),
+        (16, 300),
+    ]
+    assert f"CUDA tests: {'failed' if code else 'passed'}" in out
+    assert "1.25" in out
+    report = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert [r["val_loss"] for r in report["runs"]] == [1.25, None]
 
 
 def test_missing_transformers_are_refused_with_the_command_that_installs_them(monkeypatch, capsys):
