@@ -288,6 +288,7 @@ def train_all(cells: dict[str, TrainConfig], devices: list[str], keep_weights: b
     finally:
         bar.close()
         stop.set()
+        tasks.cancel_join_thread()  # or leaving would wait until somebody took the rest
         for process in processes:
             if process.is_alive():
                 process.terminate()  # a run in progress saves before it ends

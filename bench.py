@@ -450,6 +450,8 @@ def sampling(bench: Bench) -> Iterator[dict]:
         for name, one in bench.everyone.items():
             if one.generate:
                 copied = copy.deepcopy(one.model).to(dtype).eval()
+                if name == HERE:
+                    sample.lay_out(copied)
                 work[name] = partial(rate, call=partial(one.generate, copied, prompts, n))
         kind, limit = str(dtype).removeprefix("torch."), batch * reads / dtype.itemsize / n_weights
         speeds = in_turns(rounds, work)

@@ -288,11 +288,14 @@ def at_initialisation(initial: list[dict]) -> list[str]:
         )
         + "."
     )
+    larger = {}
     for init in dict.fromkeys(s.split(", ")[1] for s in last):
         pre, post = (last[f"{arm}, {init}"][b] for arm in ("pre", "post"))
-        larger = ("pre-LN", pre / post) if pre > post else ("post-LN", post / pre)
+        larger[init], factor = ("pre-LN", pre / post) if pre > post else ("post-LN", post / pre)
+        turned = larger[init] != next(iter(larger.values()))
         found.append(
-            f"At {b} layers under `{init}`, {larger[0]}'s is {larger[1]:.1f} times the other's."
+            f"At {b} layers under `{init}`, {larger[init]}'s is {factor:.1f} times the other's"
+            + (f": the reverse of `{next(iter(larger))}`." if turned else ".")
         )
     return found
 

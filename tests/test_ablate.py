@@ -576,8 +576,10 @@ def test_an_ablation_killed_three_times_has_the_results_of_an_uninterrupted_one(
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_says_that_the_same_command_goes_on(corpus, tmp_path):  # noqa: F811
-    """The terminal sends it to all processes at once; the one that was trained is saved."""
-    argv = options(corpus, tmp_path / "x", steps=100000, lr=[1e-2])
+    """The terminal sends it to all processes at once; the one that was trained is saved. The runs
+    that are left are more than a pipe holds: leaving once waited until somebody took them."""
+    seeds = list(range(200))
+    argv = options(corpus, tmp_path / "x", steps=100000, lr=[1e-2], seed=seeds)
     process = start(argv)
     wait_until(lambda: under_way(tmp_path / "x", {}), process)
     os.killpg(process.pid, signal.SIGINT)

@@ -340,11 +340,15 @@ def check_start(rows, text):
         "**The gradient** of the last layer's second MLP matrix, "
         f"from {a} to {b} layers: {'; '.join(parts)}."
     )
-    want = []
+    want, first = [], None
     for init in ("xavier", "scaled", "plain"):
         pre, post = (last[f"{arm}, {init}", b] for arm in ("pre", "post"))
         name, factor = ("pre-LN", pre / post) if pre > post else ("post-LN", post / pre)
-        want.append(f"At {b} layers under `{init}`, {name}'s is {factor:.1f} times the other's.")
+        first = first or name
+        end = "." if name == first else ": the reverse of `xavier`."
+        want.append(
+            f"At {b} layers under `{init}`, {name}'s is {factor:.1f} times the other's{end}"
+        )
     assert ratios == want
 
 

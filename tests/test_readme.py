@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import ablate
+import bench
 import config
 import evaluate
 import sample
@@ -18,6 +20,8 @@ PARSERS = {
     "train.py": (config.TrainConfig, True),
     "sample.py": (sample.SampleConfig, False),
     "evaluate.py": (evaluate.EvaluateConfig, False),
+    "ablate.py": (ablate.AblationConfig, True),
+    "bench.py": (bench.BenchConfig, False),
     "data.prepare": (prepare.PrepareConfig, False),
 }
 
@@ -42,6 +46,8 @@ def test_a_command_of_the_readme_is_understood(command, monkeypatch):
     parsed = config.parse(cls, argv, prog=command[0], description="", preset=preset)
     if cls is config.TrainConfig:
         assert parsed.problems(8 if "torchrun" in command else 1) == []
+    elif hasattr(parsed, "problems"):
+        assert parsed.problems() == []
 
 
 def test_every_program_is_shown():

@@ -38,6 +38,17 @@ def random_ids(n: int, seed: int = 0, vocab_size: int = 65) -> list[int]:
     return torch.randint(vocab_size, (n,), generator=generator).tolist()
 
 
+def test_another_order_in_memory_changes_no_value():
+    model = GPT(SMALL, seed=3).eval()
+    idx = torch.tensor([random_ids(16, 1), random_ids(16, 2)])
+    with torch.no_grad():
+        before, values = model(idx), [p.clone() for p in model.parameters()]
+        sample.lay_out(model)
+        torch.testing.assert_close(model(idx), before, atol=1e-5, rtol=1e-5)
+    assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
+    assert model.h[0].mlp.c_fc.weight.stride() == (1, 128)
+
+
 def made(model: GPT, prompts: list[list[int]], seeds: list[int], n: int = 30, **options):
     """What generate() adds to each prompt."""
     steps = list(sample.generate(model, prompts, seeds, max_new_tokens=n, **options))
