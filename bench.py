@@ -450,7 +450,7 @@ def sampling(bench: Bench) -> Iterator[dict]:
         for name, one in bench.everyone.items():
             if one.generate:
                 copied = copy.deepcopy(one.model).to(dtype).eval()
-                if name == HERE:
+                if name == HERE and batch == 1:
                     sample.lay_out(copied)
                 work[name] = partial(rate, call=partial(one.generate, copied, prompts, n))
         kind, limit = str(dtype).removeprefix("torch."), batch * reads / dtype.itemsize / n_weights
