@@ -209,7 +209,7 @@ def _write(
             if not piece.text:
                 state.meta["empty_documents"] += 1
             elif not piece.piece:
-                its = np.concatenate([[end], its])
+                its = np.concatenate([np.array([end], its.dtype), its])
             state.meta["replaced_invalid_utf8"] += piece.replaced
             state.writers[piece.split].add(its)
             state.place = {"document": piece.document, "piece": piece.piece + 1}

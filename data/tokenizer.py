@@ -130,7 +130,7 @@ def token_table(encoding: tiktoken.Encoding) -> list[bytes]:
 
 def text_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
     """Bytes of text per id, (n_vocab,): none for the end mark."""
-    lengths = np.array([len(token) for token in token_table(encoding)])
+    lengths = np.array([len(token) for token in token_table(encoding)], np.uint16)
     lengths[encoding.eot_token] = 0
     return lengths
 

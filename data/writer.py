@@ -38,18 +38,19 @@ class ShardWriter:
 
     def add(self, ids: np.ndarray) -> None:
         """Append token ids. ValueError for one that uint16 can't hold: nothing is wrapped."""
-        ids = np.asarray(ids, np.int64)
+        ids = np.asarray(ids)
         if len(ids) and not 0 <= ids.min() <= ids.max() < 2**16:
             raise ValueError(f"token ids must fit 16 bits, got {ids.min()} to {ids.max()}")
+        ids = ids.astype("<u2")
         while len(ids):
             if self.opened is None:
                 self._open({"tokens": 0, "documents": 0, "bytes": 0})
             room = self.limit - self.opened["tokens"]
             part, ids = ids[:room], ids[room:]
-            self.file.write(part.astype("<u2").tobytes())
+            self.file.write(part.data)
             self.opened["tokens"] += len(part)
-            self.opened["documents"] += int((part == self.end).sum())
-            self.opened["bytes"] += int(self.lengths[part].sum())
+            self.opened["documents"] += int(np.count_nonzero(part == self.end))
+            self.opened["bytes"] += int(self.lengths.take(part).sum(dtype=np.int64))
             if self.opened["tokens"] == self.limit:
                 self.close_shard()
 
