@@ -142,7 +142,7 @@ def test_what_is_tokenized_is_not_tokenized_again(texts, tmp_path, monkeypatch):
 def test_sigkill_at_random_moments_changes_no_byte(tmp_path):
     rng = random.Random(2)
     words = ["lorem", "ipsum", "dolor", "sit", "amet", "ä", "42"]
-    text = "\n".join(" ".join(rng.choices(words, k=12)) for _ in range(60_000))
+    text = "\n".join(" ".join(rng.choices(words, k=12)) for _ in range(200_000))
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     code = (
         "import sys; from data import prepare; prepare.SNAPSHOT_SECONDS = 0.02;"
