@@ -379,7 +379,11 @@ def measured(cells: dict[str, TrainConfig]) -> tuple[list[dict], dict[tuple, lis
     seed)."""
     rows, histories = [], {}
     for name, cell in cells.items():
-        result = loader.read_json(finished(cell))
+        try:
+            result = loader.read_json(finished(cell))
+        except ValueError as error:
+            folder = cell.run.out_dir
+            raise ValueError(f"{error}: delete {folder} to train that run again") from None
         start, *records = read_records(cell.run.out_dir / "metrics.jsonl")
         loss = math.nan if result["val_loss"] is None else result["val_loss"]
         row = {"arm": name.split("-L")[0], "n_layer": cell.model.n_layer}

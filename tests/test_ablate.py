@@ -592,6 +592,15 @@ def test_ctrl_c_saves_and_says_that_the_same_command_goes_on(corpus, tmp_path): 
     assert not (tmp_path / "x" / "report.md").exists()
 
 
+def test_a_damaged_result_is_named_with_what_to_do(corpus, tmp_path):  # noqa: F811
+    cells = grid(corpus, tmp_path).cells()
+    cell = next(iter(cells.values()))
+    cell.run.out_dir.mkdir(parents=True)
+    ablate.finished(cell).write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"result.json .*: delete .*{cell.run.out_dir.name}"):
+        ablate.measured(cells)
+
+
 class Queue(list):
     """As multiprocessing's, for one process."""
 
