@@ -363,8 +363,7 @@ def inspect(folder: Path) -> Iterator[str]:
             f"{shard['bytes'] / max(1, n):.2f} bytes per token, {path.stat().st_size:,} bytes, "
             f"sha256 {shard['sha256'][:16]} {'checked' if same else 'DIFFERS'}"
         )
-        if not same:
-            damaged.append(shard["file"])
+        damaged += [] if same else [shard["file"]]
     for split in ("val", "train"):
         first = next((s for s in meta["shards"] if s["file"].startswith(split)), None)
         if first:
