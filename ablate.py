@@ -379,22 +379,25 @@ def measured(cells: dict[str, TrainConfig]) -> tuple[list[dict], dict[tuple, lis
     seed)."""
     rows, histories = [], {}
     for name, cell in cells.items():
-        try:
-            result = loader.read_json(finished(cell))
-        except ValueError as error:
-            folder = cell.run.out_dir
-            raise ValueError(f"{error}: delete {folder} to train that run again") from None
-        start, *records = read_records(cell.run.out_dir / "metrics.jsonl")
-        loss = math.nan if result["val_loss"] is None else result["val_loss"]
         row = {"arm": name.split("-L")[0], "n_layer": cell.model.n_layer}
         row |= {"warmup_steps": cell.optimizer.warmup_steps, "lr": cell.optimizer.lr}
         row |= {"seed": cell.run.seed}
-        histories[tuple(row.values())] = [r["loss"] for r in records if r["kind"] == "train"]
-        row |= {"val_loss": loss, "diverged": not loss <= result["unigram_entropy"]}
-        row |= {"unigram_entropy": result["unigram_entropy"]}
-        row |= {"parameters": start["parameters"]["total"]}
-        row |= {"norm_parameters": start["parameters"]["norms"]}
-        rows.append(row | {k: result[k] for k in ("seconds_per_step", "seconds")})
+        try:
+            result = loader.read_json(finished(cell))
+            start, *records = read_records(cell.run.out_dir / "metrics.jsonl")
+            histories[tuple(row.values())] = [r["loss"] for r in records if r["kind"] == "train"]
+            loss = math.nan if result["val_loss"] is None else result["val_loss"]
+            row |= {"val_loss": loss, "diverged": not loss <= result["unigram_entropy"]}
+            row |= {"unigram_entropy": result["unigram_entropy"]}
+            row |= {"parameters": start["parameters"]["total"]}
+            row |= {"norm_parameters": start["parameters"]["norms"]}
+            rows.append(row | {k: result[k] for k in ("seconds_per_step", "seconds")})
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            folder = cell.run.out_dir
+            raise ValueError(
+                f"what {folder} holds can't be read ({type(error).__name__}: {error}): delete it "
+                "to train that run again"
+            ) from None
     return rows, histories
 
 

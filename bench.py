@@ -315,7 +315,7 @@ def import_checkout(folder: Path) -> Any:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever somebody's code may raise
+    except (Exception, SystemExit) as error:  # whatever somebody's code may raise
         raise ValueError(f"{path} can't be imported ({type(error).__name__}: {error})") from error
     return module
 
@@ -567,7 +567,7 @@ def measure(cfg: BenchConfig) -> dict:
 def full(cfg: BenchConfig) -> dict:
     """The CUDA tests, the throughput, both kinds of blocks trained. ValueError without a GPU."""
     if runtime.find_device(cfg.device).type != "cuda":
-        raise ValueError("--full needs a CUDA device and there is none: leave it, or --device cpu")
+        raise ValueError("--full needs a CUDA device: leave it out where there is none")
     if used := [name for name in ("pre", "post") if (cfg.out_dir / name).exists()]:
         raise ValueError(
             f"{cfg.out_dir} holds {' and '.join(used)} already: take another --out-dir"

@@ -39,10 +39,13 @@ def _legend(figure: Figure, r: Results, *extra: Line2D) -> None:
         for arm in r.arms
         for w in r.warmups
     ]
-    columns = len(r.arms) + math.ceil(len(extra) / len(r.warmups))  # an arm in each column
-    figure.legend(
-        handles=[*handles, *extra], loc="outside lower center", ncols=columns, frameon=False
-    )
+    handles += extra
+    columns = math.ceil(len(handles) / len(r.warmups))  # an arm in each, where there is room
+    inches = 0.9 + 0.085 * max(len(handle.get_label()) for handle in handles)
+    columns = max(1, min(columns, int(figure.get_figwidth() / inches)))
+    rows = math.ceil(len(handles) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.25 * max(0, rows - 2))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def lr_sweep(r: Results, path: Path) -> None:

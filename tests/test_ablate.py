@@ -592,12 +592,29 @@ def test_ctrl_c_saves_and_says_that_the_same_command_goes_on(corpus, tmp_path): 
     assert not (tmp_path / "x" / "report.md").exists()
 
 
-def test_a_damaged_result_is_named_with_what_to_do(corpus, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(
+    ("result", "metrics"),
+    [
+        ("{", "{}"),
+        ("{}", '{"kind": "start", "parameters": {"total": 1, "norms": 1}}\n'),
+        ('{"val_loss": 1.0, "unigram_entropy": 3.0}', "{bad"),
+        ('{"val_loss": 1.0, "unigram_entropy": 3.0}', '{"kind": "start"}\n'),
+        ('{"val_loss": 1.0, "unigram_entropy": 3.0}', None),
+    ],
+)
+def test_a_finished_run_that_is_damaged_is_named_with_what_to_do(
+    result,
+    metrics,
+    corpus,  # noqa: F811
+    tmp_path,
+):
     cells = grid(corpus, tmp_path).cells()
     cell = next(iter(cells.values()))
     cell.run.out_dir.mkdir(parents=True)
-    ablate.finished(cell).write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"result.json .*: delete .*{cell.run.out_dir.name}"):
+    ablate.finished(cell).write_text(result, encoding="utf-8")
+    if metrics is not None:
+        (cell.run.out_dir / "metrics.jsonl").write_text(metrics, encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"{cell.run.out_dir.name} .*: delete it to train"):
         ablate.measured(cells)
 
 

@@ -40,7 +40,8 @@ AXES = {
 def made(noise=0.02, seed=0, *, bad=True, **axes) -> list[dict]:
     """Rows as ablate.py measures them; without warm-up and at high rates, some runs are bad."""
     a, rng, rows = AXES | axes, np.random.default_rng(seed), []
-    best = {"pre": -2.6, "post": -3.0, "pre-rms": -2.55, "post-final": -2.8}
+    best = dict.fromkeys(NAMES, -2.7)
+    best |= {"pre": -2.6, "post": -3.0, "pre-rms": -2.55, "post-final": -2.8}
     for depth in sorted(a["depths"], reverse=True):
         for s in a["seeds"]:
             shared = rng.normal(0, 0.1)
@@ -605,3 +606,21 @@ def test_names_and_colours_are_there_for_each_arm():
 
     assert report.NAMES.keys() == report.COLOURS.keys() == ablate.ARMS.keys()
     assert len(set(report.NAMES.values())) == 7
+
+
+@pytest.mark.parametrize("depths", [[6], [6, 12]])
+@pytest.mark.parametrize("arms", [["pre"], ["pre", "post", "pre-rms"], [*NAMES]])
+def test_no_legend_is_wider_than_its_figure(arms, depths, tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(figures, "_save", lambda figure, _: found.append(figure))
+    rows = made(bad=False, arms=arms, depths=depths)
+    for row in rows:
+        row["diverged"] = False
+    figures.lr_sweep(report.Results(rows), tmp_path / "x.png")
+    figures.depth(report.Results(rows), tmp_path / "x.png")
+    for figure in found:
+        figure.draw_without_rendering()
+        box = figure.legends[0].get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.width
+    assert len(found) == 2

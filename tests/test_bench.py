@@ -463,6 +463,7 @@ def test_missing_transformers_are_refused_with_the_command_that_installs_them(mo
     ("source", "words"),
     [
         ("import a_module_that_nobody_has", "can't be imported (ModuleNotFoundError"),
+        ("raise SystemExit(7)", "can't be imported (SystemExit"),
         ("class GPT: pass", "lacks nanoGPT's interface"),
         (CHECKOUT.replace("def configure_optimizers", "def other"), "lacks nanoGPT's interface"),
     ],
