@@ -26,7 +26,6 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-import filelock
 import numpy as np
 import torch
 import tyro
@@ -35,6 +34,7 @@ from tqdm import tqdm
 import checkpoint
 import config
 import evaluate
+import run
 import runtime
 import train
 from ablation import figures, initial, report
@@ -55,29 +55,17 @@ ARMS: dict[str, dict] = {
 }
 AXES = ("arm", "n_layer", "lr", "warmup_steps", "seed")
 BAR = "{percentage:3.0f}% |{bar}| {elapsed} so far, {remaining} left{postfix}"
-# What may differ when an ablation is continued: the axes grow, the machine changes.
-FREE = {
-    *AXES,
-    "workers",
-    "out_dir",
-    "data_dir",
-    "device",
-    "micro_batch",
-    "verify_data",
-    "log_every",
-}
 HIDDEN = {"post_ln", "sample_tokens"}  # no options here, so that no preset may have them
-FREE |= {"keep_weights", "save_every", "keep", *HIDDEN}
+# What may differ when an ablation is continued: axes grow, machines and habits change.
+FREE = {*AXES, *HIDDEN, "workers", "device", "micro_batch", "out_dir", "data_dir"}
+FREE |= {"verify_data", "log_every", "save_every", "keep", "keep_weights"}
 
 
 @dataclass(frozen=True)
 class GridConfig:
     """The ablation."""
 
-    arm: tuple[
-        Literal["pre", "post", "post-final", "pre-no-final", "pre-zero", "pre-plain", "pre-rms"],
-        ...,
-    ] = ("pre", "post")
+    arm: tuple[Literal[*ARMS], ...] = ("pre", "post")
     """AXIS: what is compared; the first is what the others are compared with. post-final: a norm
     before the head, too; pre-no-final: none; pre-zero, pre-plain: branch_init; pre-rms: RMSNorm."""
     workers: int | None = None
@@ -195,7 +183,7 @@ def run_cell(cell: TrainConfig, keep_weights: bool) -> bool:
     goes into the run's log.txt. To diverge is a result."""
     folder = cell.run.out_dir
     # A worker whose parent was killed may still be saving here.
-    with filelock.FileLock(folder.with_name(f".{folder.name}.lock"), timeout=600):
+    with loader.lock_of(folder).acquire(timeout=600):
         return finished(cell).exists() or _run_claimed(cell, keep_weights)
 
 
@@ -342,7 +330,7 @@ def plan(cfg: AblationConfig, cells: dict[str, TrainConfig], devices: list[str])
     return (
         f"{len(cells)} runs ({product_of}), {left} to do, {len(devices)} at a time on "
         f"{', '.join(sorted(set(devices)))}: {flops:.1e} floating-point operations, "
-        f"{flops / (0.4 * peak) / 3600:.1f} GPU hours where bfloat16 products reach 40 % of an "
+        f"{flops / (0.4 * peak) / 3600:.3g} GPU hours where bfloat16 products reach 40 % of an "
         f"{card}'s {peak / 1e12:.0f} TFLOP/s"
     )
 
@@ -352,13 +340,8 @@ def claimed(cfg: AblationConfig) -> Iterator[None]:
     """Hold the ablation's folder, its options written down. ValueError if another process has it,
     or if what it holds was made with other options than the axes'."""
     out_dir = cfg.run.out_dir
-    (out_dir / "runs").mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(out_dir / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise ValueError(f"another ablation is running in {out_dir}") from None
-    with lock:
+    with run.alone_in(out_dir, "ablation is running"):
+        (out_dir / "runs").mkdir(exist_ok=True)
         lines, path = config.to_toml(cfg).splitlines(True), out_dir / "config.toml"
         text = "".join(line for line in lines if line.split(" ")[0] not in HIDDEN)
         if path.exists():

@@ -122,6 +122,8 @@ class BenchConfig:
                 found.append(f"{name} must be at least 1 (a speed: above 0), got {value}")
         if not 0 <= self.overlap <= 1:
             found.append(f"overlap must be between 0 and 1, got {self.overlap}")
+        if not self.parts or len(set(self.parts)) < len(self.parts):
+            found.append(f"parts must be at least one, each once, got {self.parts}")
         modes = [name for name in ("full", "scaling", "plan") if getattr(self, name)]
         if len(modes) > 1 or (modes and len(self.names) > 1):
             found.append(f"{', '.join(modes + self.names[1:])}: ask for one at a time")
@@ -544,11 +546,6 @@ def machine(bench: Bench) -> dict:
     return about | versions()
 
 
-def options(cfg: BenchConfig) -> dict:
-    """As JSON can hold them."""
-    return {k: str(v) if isinstance(v, Path) else v for k, v in config.flat(cfg).items()}
-
-
 def measure(cfg: BenchConfig) -> dict:
     """The machine, then all parts that were asked for."""
     with opened(cfg) as bench:
@@ -561,7 +558,7 @@ def measure(cfg: BenchConfig) -> dict:
             if part.__name__ in cfg.parts:
                 print(f"measuring {part.__name__}", flush=True)
                 figures += part(bench)
-        return {"machine": machine(bench), "options": options(bench.cfg), "figures": figures}
+        return {"machine": machine(bench), "options": config.plain(bench.cfg), "figures": figures}
 
 
 def full(cfg: BenchConfig) -> dict:
@@ -620,14 +617,14 @@ def scaling(cfg: BenchConfig) -> dict:
     """Training at every point of the grid, also as scaling.csv and scaling.png."""
     rows = []
     with opened(cfg) as bench:
-        for axis, shape, n in grid(bench.cfg.model, bench.cfg.micro_batch):
+        for axis, shape, n in dict.fromkeys(grid(bench.cfg.model, bench.cfg.micro_batch)):
             print(f"measuring {axis}", flush=True)
             point = replace(bench, cfg=replace(bench.cfg, model=shape, micro_batch=n))
             speed, model = next(training(point))["of"][HERE], point.everyone[HERE].model
             about = {"axis": axis, "parameters": model.n_params()["total"]}
             about |= {"block_size": shape.block_size, "micro_batch": n}
             rows.append(about | {"tokens_per_s": speed.pop("median")} | speed)
-        report = {"machine": machine(bench), "options": options(bench.cfg), "scaling": rows}
+        report = {"machine": machine(bench), "options": config.plain(bench.cfg), "scaling": rows}
     lines = [",".join(map(str, line)) for line in (rows[0], *(row.values() for row in rows))]
     loader.replace_file(cfg.out_dir / "scaling.csv", "\n".join(lines) + "\n")
     draw_scaling(report, cfg.out_dir / "scaling.png")
@@ -668,7 +665,7 @@ def plan(cfg: BenchConfig) -> dict:
     known = {"tokens_per_s": speed, "backward_share": share}
     known["gradient_bytes"] = sum(p.nbytes for p in model.parameters())
     rows = [predicted(2**k, cfg, **known) for k in range(7)]
-    return report | {"options": options(cfg), "known": known, "plan": rows}
+    return report | {"options": config.plain(cfg), "known": known, "plan": rows}
 
 
 def short(value: float | str | None) -> str:

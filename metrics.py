@@ -223,7 +223,7 @@ def _start_wandb(out_dir: Path, mode: str, options: dict | None):
             resume="allow" if mode == "online" else None,
             dir=out_dir,
             mode=mode,
-            config={k: str(v) if isinstance(v, Path) else v for k, v in (options or {}).items()},
+            config=options,
         )
     except wandb.errors.Error as error:
         raise ValueError(

@@ -212,7 +212,7 @@ class GPT(nn.Module):
         return self.head(self.hidden(idx, cache))
 
     def loss(self, idx: torch.Tensor, targets: torch.Tensor, chunk: int | None = None):
-        """Mean cross-entropy in nats per token of targets (B, T), `chunk` tokens' logits a time."""
+        """Mean nats per token of targets (B, T). `chunk`: tokens whose logits exist at once."""
         x, targets, V = self.hidden(idx).flatten(0, 1), targets.flatten(), self.config.vocab_size
         chunk = chunk or max(1, LOGITS_AT_ONCE[x.device.type] // V)
         wide = torch.promote_types(x.dtype, torch.float32)

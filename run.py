@@ -73,6 +73,21 @@ class Run:
 
 
 @contextlib.contextmanager
+def alone_in(out_dir: Path, other: str) -> Iterator[None]:
+    """Hold a folder, which is made if need be. ValueError if an `other` process has it."""
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{out_dir} is, or lies in, a file: take another --out-dir") from None
+    try:
+        held = filelock.FileLock(out_dir / ".lock").acquire(timeout=0)
+    except filelock.Timeout:
+        raise ValueError(f"another {other} in {out_dir}: let it end first") from None
+    with held:
+        yield
+
+
+@contextlib.contextmanager
 def claimed(cfg: TrainConfig, processes: runtime.Processes) -> Iterator[None]:
     """Hold the run's folder. ValueError if it is used already, or not there to be resumed."""
     if not processes.first:
@@ -80,13 +95,7 @@ def claimed(cfg: TrainConfig, processes: runtime.Processes) -> Iterator[None]:
         return
     out_dir = cfg.run.out_dir
     new = not out_dir.exists()
-    out_dir.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(out_dir / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise ValueError(f"another process is training in {out_dir}") from None
-    with lock:
+    with alone_in(out_dir, "process is training"):
         try:
             check_folder(out_dir, cfg.run.resume)
             yield
@@ -288,7 +297,7 @@ def start_log(run: Run, seconds: float) -> RunLog:
         active=run.processes.first,
         resume_step=run.step if r.resume else None,
         wandb_mode=r.wandb,
-        options=config.flat(run.cfg),
+        options=config.plain(run.cfg),
     )
     if run.processes.first:
         loader.replace_file(r.out_dir / "config.toml", config.to_toml(run.cfg))

@@ -10,7 +10,6 @@ import math
 import shlex
 import signal
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -145,8 +144,7 @@ def save_checkpoint(run: Run, log: RunLog) -> None:
     run.record["last"] = step_name(run.step)
     if not run.processes.first:
         return
-    options = {k: str(v) if isinstance(v, Path) else v for k, v in config.flat(run.cfg).items()}
-    training = {"format": 1, "step": run.step, "data": run.data, "config": options}
+    training = {"format": 1, "step": run.step, "data": run.data, "config": config.plain(run.cfg)}
     try:
         checkpoint.save(
             run.cfg.run.out_dir / run.record["last"],

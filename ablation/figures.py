@@ -90,25 +90,20 @@ def _sweep_line(ax: Axes, r: Results, arm: str, depth: int, warmup: int, ceiling
 def depth(r: Results, path: Path) -> None:
     """The best loss, and the highest rate that trains, over depth."""
     figure, (axes,) = _figure(2)
-    for arm in r.arms:
-        for w in r.warmups:
-            style = _style(r, arm, w)
-            best = [r.losses(arm, d, w, r.best_lr(arm, d, w)) for d in r.depths]
-            axes[0].plot(r.depths, [fmean(x) for x in best], marker="o", ms=4, **style)
-            axes[0].fill_between(
-                r.depths,
-                [min(x) for x in best],
-                [max(x) for x in best],
-                color=style["color"],
-                alpha=0.18,
-                lw=0,
-            )
-            # Lines that coincide are set apart a little, or one would hide the other.
-            apart = 1 + 0.04 * (2 * r.arms.index(arm) + r.warmups.index(w))
-            highest = [(r.highest_lr(arm, d, w) or math.nan) * apart for d in r.depths]
-            axes[1].plot(r.depths, highest, marker="o", ms=4, **style)
+    lines = [(arm, w) for arm in r.arms for w in r.warmups]
+    for i, (arm, w) in enumerate(lines):
+        style = _style(r, arm, w)
+        best = [r.losses(arm, d, w, r.best_lr(arm, d, w)) for d in r.depths]
+        axes[0].plot(r.depths, [fmean(x) for x in best], marker="o", ms=4, **style)
+        spread = [min(x) for x in best], [max(x) for x in best]
+        axes[0].fill_between(r.depths, *spread, color=style["color"], alpha=0.18, lw=0)
+        # Lines that coincide are set apart, within 6 %, or one would hide the other.
+        apart = 1 + 0.12 * ((i + 0.5) / len(lines) - 0.5)
+        highest = [(r.highest_lr(arm, d, w) or math.nan) * apart for d in r.depths]
+        axes[1].plot(r.depths, highest, marker="o", ms=4, **style)
     axes[0].set(ylabel=f"validation loss at the best rate\n({NATS})")
     axes[1].set(ylabel="highest rate at which no run diverged", yscale="log")
+    axes[1].set_ylim(r.lrs[0] / 1.3, r.lrs[-1] * 1.3)
     axes[1].set_yticks(r.lrs, [f"{lr:g}" for lr in r.lrs])
     axes[1].minorticks_off()
     for ax in axes:

@@ -115,7 +115,7 @@ def gradients(
                     shape = replace(config, n_layer=depth, post_ln=post_ln)
                     model = initialised(shape, init, seed)
                     idx, targets = _tokens(config, seed)
-                    # The head of the paper's setting has rows of unit length, as GPT-2's nearly do.
+                    # The head of the paper's setting has rows of unit length.
                     scale = (config.n_embd / 2) ** -0.5 if init == "xavier" else 1.0
                     logits = scale * model(idx).flatten(0, 1)
                     F.cross_entropy(logits, targets.flatten()).backward()

@@ -170,15 +170,11 @@ class TrainConfig:
             low, rows = r.batch_tokens // unit * unit, r.batch_tokens // (T * world_size)
             exact = r.batch_tokens % (T * world_size) == 0
             micro = next((m for m in range(min(r.micro_batch, rows), 0, -1) if rows % m == 0), 1)
+            more = f", or micro_batch {micro}, which changes nothing else" if exact and rows else ""
             found.append(
                 f"batch_tokens {r.batch_tokens} is not a multiple of block_size × micro_batch × "
                 f"processes = {T} × {r.micro_batch} × {world_size} = {unit}: take "
-                f"{f'{low} or ' if low else ''}{low + unit}"
-                + (
-                    f", or micro_batch {micro}, which changes nothing else"
-                    if exact and rows
-                    else ""
-                )
+                f"{f'{low} or ' if low else ''}{low + unit}{more}"
             )
         return found
 
@@ -193,14 +189,18 @@ def flat(config) -> dict[str, object]:
     return pairs
 
 
+def plain(config) -> dict[str, object]:
+    """flat(), as JSON and TOML can hold it."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in flat(config).items()}
+
+
 def to_toml(config) -> str:
     """The options as a preset. `resume` is an order and no property of the run: left out."""
     lines = []
     for group in dataclasses.fields(config):
         lines.append(f"# {group.name}")
-        for name, value in flat(getattr(config, group.name)).items():
+        for name, value in plain(getattr(config, group.name)).items():
             if value is not None and name != "resume":
-                value = str(value) if isinstance(value, Path) else value
                 lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}")
         lines.append("")
     return "\n".join(lines)

@@ -66,7 +66,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def lock_of(folder: Path) -> filelock.FileLock:
-    """What a process holds while it prepares this folder."""
+    """What a process holds while it works on this folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     return filelock.FileLock(folder.parent / f".{folder.name}.lock")
 

@@ -304,7 +304,7 @@ def check_unchanged(found: corpora.Corpus, folder: Path, command: str) -> None:
     """ValueError, with the command that helps, if the text is not what a folder was prepared
     from."""
     before = loader.read_meta(folder)["source"]
-    if any(before.get(k, v) != v for k, v in found.source.items()):
+    if before and any(before.get(k) != v for k, v in found.source.items()):
         raise ValueError(
             f"the text of {folder} has changed since it was prepared (then {before}, now "
             f"{found.source}): run `{command} --force` to prepare it again"

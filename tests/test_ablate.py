@@ -354,6 +354,14 @@ def test_a_folder_in_use_is_refused(corpus, tmp_path, capsys):  # noqa: F811
     assert list((tmp_path / "x").glob("runs/*")) == []
 
 
+@pytest.mark.parametrize("name", ["file", "file/inside"])
+def test_a_folder_that_is_a_file_is_refused(name, corpus, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "file").touch()
+    assert call(options(corpus, tmp_path / name)) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / name} is, or lies in, a file: take another --out-dir" in error
+
+
 # Runs and what becomes of them
 
 

@@ -299,16 +299,18 @@ def test_a_checkout_with_other_weights_is_told(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("quick")
-def test_scaling_writes_a_table_and_a_picture(tmp_path, capsys):
-    report, out = run(capsys, tmp_path, *TINY, "--scaling", "--n-embd=16", "--repeats=1")
+@pytest.mark.parametrize(("n_layer", "points"), [(4, 12), (1, 10)])  # equal ones are measured once
+def test_scaling_writes_a_table_and_a_picture(n_layer, points, tmp_path, capsys):
+    size = ["--n-embd=16", f"--n-layer={n_layer}"]
+    report, out = run(capsys, tmp_path, *TINY, "--scaling", *size, "--repeats=1")
     with open(tmp_path / "scaling.csv", encoding="utf-8", newline="") as file:
         table = list(csv.DictReader(file))
-    assert len(table) == len(report["scaling"]) == 12
+    assert len(table) == len(report["scaling"]) == points
     assert [float(r["tokens_per_s"]) for r in table] == [
         r["tokens_per_s"] for r in report["scaling"]
     ]
     assert {r["axis"] for r in table} == {"parameters", "block_size", "micro_batch"}
-    assert out.count("\nparameters ") == 4
+    assert out.count("\nparameters ") == points - 8
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -397,6 +399,8 @@ def test_memory_is_that_of_new_processes(tmp_path, capsys):
         (["--block-size=32", "--sample-tokens=17"], ["sample_tokens", "16"]),
         (["--full", "--device=cpu"], ["--full", "CUDA"]),
         (["--parts", "training", "speed"], ["speed"]),
+        (["--parts", "training", "training"], ["parts", "once"]),
+        (["--parts"], ["parts", "at least one"]),
     ],
     ids=" ".join,
 )

@@ -531,6 +531,13 @@ def test_preparing_again_what_has_changed_is_refused_and_not_said_to_be_done(tmp
     assert "prepared already" in capfd.readouterr().out
     assert program(*argv, "--text-field", "title") == 2
     assert "has changed since it was prepared" in capfd.readouterr().err
+    # A folder that does not tell what the source was like can't be taken for the same.
+    path = prepare.folder_of(str(path), "byte", data_dir) / "meta.json"
+    meta = json.loads(path.read_text(encoding="utf-8"))
+    del meta["source"]["bytes"]
+    path.write_text(json.dumps(meta), encoding="utf-8")
+    assert program(*argv, "--text-field", "body") == 2
+    assert "has changed since it was prepared" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("texts", [[], [""], [None, "", None]])
