@@ -164,12 +164,13 @@ class Bench:
 @dataclass(frozen=True)
 class Contestant:
     """A program that trains: its loss of a batch, its update by the gradients that lie there, and
-    generate(model, prompts, n), which goes on with the likeliest n tokens (None: not asked to)."""
+    sampler(model, batch), which makes what goes on with the likeliest n tokens of as many prompts
+    (None: not asked to)."""
 
     model: torch.nn.Module
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     update: Callable[[], object]
-    generate: Callable[[torch.nn.Module, list[list[int]], int], object] | None = None
+    sampler: Callable[[Any, int], Callable[[list[list[int]], int], object]] | None = None
 
 
 def figure(name: str, unit: str, samples: dict[str, list], limit: float | None = None) -> dict:
@@ -256,11 +257,14 @@ def ours(bench: Bench) -> Contestant:
         optimizer.step(LEARNING_RATE)
         optimizer.zero_grad()
 
-    def generate(model: GPT, prompts: list[list[int]], n: int) -> None:
-        seeds = [0] * len(prompts)
-        list(sample.generate(model, prompts, seeds, max_new_tokens=n, temperature=0))
+    def generate(model: GPT, products: runtime.OneDNN, prompts: list[list[int]], n: int) -> None:
+        seeds, options = [0] * len(prompts), {"temperature": 0, "products": products}
+        list(sample.generate(model, prompts, seeds, max_new_tokens=n, **options))
 
-    return Contestant(model, runtime.Loss(model), update, generate)
+    def sampler(model: GPT, batch: int) -> Callable[[list[list[int]], int], object]:
+        return partial(generate, model, runtime.OneDNN(model, batch))
+
+    return Contestant(model, runtime.Loss(model), update, sampler)
 
 
 def their_update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -305,7 +309,7 @@ def theirs(bench: Bench) -> Contestant:
         options = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": False}
         model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
 
-    return Contestant(model, loss, their_update(model, adamw), generate)
+    return Contestant(model, loss, their_update(model, adamw), lambda m, _: partial(generate, m))
 
 
 def import_checkout(folder: Path) -> Any:
@@ -450,11 +454,9 @@ def sampling(bench: Bench) -> Iterator[dict]:
 
         work = {}
         for name, one in bench.everyone.items():
-            if one.generate:
+            if one.sampler:
                 copied = copy.deepcopy(one.model).to(dtype).eval()
-                if name == HERE and batch == 1:
-                    sample.lay_out(copied)
-                work[name] = partial(rate, call=partial(one.generate, copied, prompts, n))
+                work[name] = partial(rate, call=partial(one.sampler(copied, batch), prompts, n))
         kind, limit = str(dtype).removeprefix("torch."), batch * reads / dtype.itemsize / n_weights
         speeds = in_turns(rounds, work)
         yield figure(f"sampling, batch {batch}, {kind}", "tokens/s", speeds, limit)

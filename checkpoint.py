@@ -43,6 +43,10 @@ class Checkpoint:
     training: dict | None = None
 
 
+def _ends(end: int) -> dict:
+    return {"bos_token_id": end, "eos_token_id": end}
+
+
 def _hub_config(config: GPTConfig, end: int) -> dict:
     """config.json as transformers, vLLM and llama.cpp's converter read it."""
     shape = {
@@ -53,13 +57,11 @@ def _hub_config(config: GPTConfig, end: int) -> dict:
         "n_head": config.n_head,
         "n_layer": config.n_layer,
     }
-    tokens = {"bos_token_id": end, "eos_token_id": end}
+    tokens = _ends(end)
     plain = not config.post_ln and config.norm == "layernorm" and config.has_final_norm
     if not plain:
-        empty = dict.fromkeys(shape)
-        return {"model_type": VARIANT, "architectures": ["GPT"], **empty, **tokens} | {
-            "gpt_config": asdict(config)
-        }
+        own = {"model_type": VARIANT, "architectures": ["GPT"], "gpt_config": asdict(config)}
+        return own | dict.fromkeys(shape) | tokens
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -179,9 +181,7 @@ def save(
     partial.mkdir(parents=True)
     texts = {
         "config.json": json.dumps(_hub_config(model.config, encoding.eot_token), indent=2),
-        "generation_config.json": json.dumps(
-            {"bos_token_id": encoding.eot_token, "eos_token_id": encoding.eot_token}
-        ),
+        "generation_config.json": json.dumps(_ends(encoding.eot_token)),
         **tokenizer.hub_files(encoding, model.config.block_size),
     }
     if training is not None:
@@ -273,10 +273,9 @@ def find(target: str, which: str = "last") -> Path:
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
+    wanted = [*FILES, "vocab.json", "tokenizer.json"]
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=[*FILES, "vocab.json", "tokenizer.json"])
-        )
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # its HTTP client's errors come through as they are
         reason = str(error).strip().split("\n")[0]
         raise ValueError(

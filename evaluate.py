@@ -4,7 +4,6 @@ Prints validation loss (nats per token), perplexity and bits per byte, and write
 """
 
 import math
-import shlex
 import sys
 import zlib
 from collections.abc import Callable
@@ -130,8 +129,7 @@ def main(argv: list[str]) -> int:
     kind = "byte" if loaded.encoding.n_vocab == 257 else "gpt2"
     folder = prepare.folder_of(corpus, kind, data_dir)
     if not (folder / "meta.json").exists():
-        command = f"python -m data.prepare {shlex.quote(corpus)} --tokenizer {kind}"
-        command += f" --data-dir {shlex.quote(str(data_dir))}"
+        command = prepare.command_of(corpus, kind, data_dir)
         raise ValueError(f"{corpus} is not prepared in {data_dir}: run `{command}`")
     loader.check_tokenizer(folder, tokenizer.identity(loaded.encoding))
     tokens = loader.Tokens(folder, "val", loaded.model.config.block_size)

@@ -1,5 +1,6 @@
 """Program: text from a checkpoint. `python sample.py RUN_OR_CHECKPOINT_OR_HUB_NAME`"""
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,15 +16,6 @@ import config
 import runtime
 from data import tokenizer
 from model import GPT, KVCache
-
-
-def lay_out(model: GPT) -> None:
-    """Put the weights into the order in memory that a single sample reads fastest; they stay equal.
-    In float32 on a CPU, one token times a matrix is bound by memory, and if the matrix makes a
-    vector longer, faster by its columns (20 instead of 12 GB/s where that was measured)."""
-    if model.wte.weight.device.type == "cpu" and model.wte.weight.dtype == torch.float32:
-        for p in (p for p in model.parameters() if p.dim() == 2 and p.size(0) > p.size(1)):
-            p.data = p.data.t().contiguous().t()
 
 
 def pick(
@@ -60,6 +52,7 @@ def generate(
     *,
     max_new_tokens: int,
     cached: bool = True,
+    products: runtime.OneDNN | None = None,
     **choice,
 ) -> Iterator[list[int]]:
     """Yield the next id of every prompt (at least one id each), max_new_tokens times.
@@ -67,7 +60,7 @@ def generate(
     Each row draws from its own seed and sees its own last block_size ids only, so that it comes out
     the same alone and in company. Positions are learned, so once a window slides, everything
     before must be read again for each token; until then the cache holds it (cached=False: read
-    always). `choice`: the options of pick()."""
+    always). `products`: what computes the linear layers. `choice`: the options of pick()."""
     T, device = model.config.block_size, model.wte.weight.device
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     rows, cache, was_training = [p[-T:] for p in prompts], None, model.training
@@ -85,7 +78,8 @@ def generate(
                 cache = KVCache(model, len(rows), capacity, pad if some else None)
                 filled = [[0] * (longest - len(w)) + w for w in windows]
                 new = torch.tensor(filled, device=device)
-            logits = model.head(model.hidden(new, cache)[:, -1])
+            with products or contextlib.nullcontext():
+                logits = model.head(model.hidden(new, cache)[:, -1])
             draws = torch.stack([torch.rand((), generator=g) for g in generators])
             ids = pick(logits, draws.to(device), **choice).tolist()
             for row, i in zip(rows, ids, strict=True):
@@ -233,8 +227,6 @@ def main(argv: list[str]) -> int:
     model = loaded.model.to(device, getattr(torch, cfg.dtype))
     prompts = _prompt_ids(cfg, loaded.encoding, model.config.block_size)
     rows = [p for p in prompts for _ in range(cfg.num_samples)]
-    if len(rows) == 1:
-        lay_out(model)
     heads = [
         tokenizer.decode(loaded.encoding, p) if p != [loaded.encoding.eot_token] else ""
         for p in rows
@@ -246,6 +238,7 @@ def main(argv: list[str]) -> int:
         rows,
         seeds,
         stop=tuple(map(_mended, cfg.stop)),
+        products=runtime.OneDNN(model, len(rows)),
         max_new_tokens=cfg.max_new_tokens,
         temperature=cfg.temperature,
         top_k=cfg.top_k,

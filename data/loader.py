@@ -120,12 +120,16 @@ def read_meta(folder: Path) -> dict:
     return meta
 
 
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def verify(folder: Path) -> None:
     """ValueError, naming the file, for a shard that is not what meta.json's sha256 says."""
     for shard in read_meta(folder)["shards"]:
-        with open(folder / shard["file"], "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-                raise ValueError(f"{folder / shard['file']} is damaged: its sha256 differs")
+        if sha256_of(folder / shard["file"]) != shard["sha256"]:
+            raise ValueError(f"{folder / shard['file']} is damaged: its sha256 differs")
 
 
 def check_tokenizer(folder: Path, identity: dict) -> None:

@@ -175,10 +175,10 @@ def prepare(
             pieces = _pieces(documents(state.place["document"]), state.place, corpus.val_share)
             with tqdm(total=corpus.n_bytes or None, unit="B", unit_scale=True, disable=None) as bar:
                 bar.set_description(f"tokenizing {corpus.name}")
-                bar.update(sum(w.n_bytes for w in state.writers.values()))
+                bar.update(sum(w.total("bytes") for w in state.writers.values()))
                 encoded = _encoded(_batches(pieces), encoding, workers)
                 _write(encoded, state, bar, encoding.eot_token, max_tokens)
-        if not any(writer.n_tokens for writer in state.writers.values()):
+        if not any(writer.total("tokens") for writer in state.writers.values()):
             raise ValueError(f"{corpus.name} has no text: {corpus.source}")
         state.finish()
     if replaced := state.meta["replaced_invalid_utf8"]:
@@ -193,7 +193,7 @@ def _write(
     end: int,
     max_tokens: int | None,
 ) -> None:
-    total = before = sum(w.n_tokens for w in state.writers.values())
+    total = before = sum(w.total("tokens") for w in state.writers.values())
     left_out = None
     start = last = time.monotonic()
     for batch, ids in encoded:
@@ -202,7 +202,7 @@ def _write(
                 if total >= max_tokens:
                     return
                 # A source's own validation split may be longer than all that is wanted.
-                full = state.writers["val"].n_tokens >= max(1, max_tokens // 10)
+                full = state.writers["val"].total("tokens") >= max(1, max_tokens // 10)
                 left_out = piece.document if piece.split == "val" and full else None
             if piece.document == left_out:
                 continue
@@ -217,7 +217,7 @@ def _write(
             bar.update(len(piece.text.encode("utf-8", "replace")))
         speed = (total - before) / (time.monotonic() - start + 1e-9)
         bar.set_postfix_str(f"{total:,} tokens, {speed:,.0f} tokens/s")
-        if state.finished > state.published or time.monotonic() - last > SNAPSHOT_SECONDS:
+        if state.unpublished or time.monotonic() - last > SNAPSHOT_SECONDS:
             state.snapshot()
             last = time.monotonic()
 
@@ -229,16 +229,15 @@ def _fetch_shards(repo: str, commit: str, state: Preparation, max_tokens: int | 
     if state.meta["tokenizer"]["name"] != "gpt2":
         raise ValueError(f"{repo} holds GPT-2 tokens: take --tokenizer gpt2")
     where = {"repo_id": repo, "repo_type": "dataset", "revision": commit}
+    fetch = partial(hf_hub_download, local_dir=state.folder / "hub", **where)
     try:
         names = sorted(n for n in HfApi().list_repo_files(**where) if n.endswith(".bin"))
         for split, writer in state.writers.items():
             theirs = [n for n in names if f"_{split}_" in n]
             for name in tqdm(theirs[len(writer.shards) :], unit="shard", desc=split, disable=None):
-                if split == "train" and max_tokens and writer.n_tokens >= max_tokens:
+                if split == "train" and max_tokens and writer.total("tokens") >= max_tokens:
                     break
-                fetched = Path(
-                    hf_hub_download(filename=name, local_dir=state.folder / "hub", **where)
-                )
+                fetched = Path(fetch(filename=name))
                 try:
                     writer.adopt(fetched)
                 except ValueError:
@@ -355,9 +354,7 @@ def inspect(folder: Path) -> Iterator[str]:
     damaged = []
     for shard in meta["shards"]:
         path = folder / shard["file"]
-        with open(path, "rb") as file:
-            same = hashlib.file_digest(file, "sha256").hexdigest() == shard["sha256"]
-        n = shard["tokens"]
+        same, n = loader.sha256_of(path) == shard["sha256"], shard["tokens"]
         yield (
             f"{shard['file']}  {n:,} tokens, {shard['documents']:,} documents, "
             f"{shard['bytes'] / max(1, n):.2f} bytes per token, {path.stat().st_size:,} bytes, "

@@ -6,7 +6,6 @@ source (document, piece), and how much of each split's open shard, NAME.tmp, is 
 its final name only after meta.json names it.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -77,9 +76,8 @@ class ShardWriter:
         self.file.seek(0)
         self.file.write(loader.shard_header(self.opened["tokens"]))
         self.sync()
-        self.file.seek(0)
-        digest = hashlib.file_digest(self.file, "sha256").hexdigest()
         self.file.close()
+        digest = loader.sha256_of(self.folder / f"{self._name()}.tmp")
         self.shards.append({"file": self._name()} | self.opened | {"sha256": digest})
         self.file = self.opened = None
 
@@ -100,22 +98,14 @@ class ShardWriter:
         ids = np.fromfile(path, "<u2", offset=loader.HEADER_BYTES)
         if len(ids) and ids.max() > self.end:
             raise ValueError(f"{path} holds id {ids.max()}, but GPT-2's end at {self.end}")
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        counts = {"tokens": tokens, "documents": int((ids == self.end).sum())}
+        digest, counts = loader.sha256_of(path), {"tokens": tokens}
+        counts["documents"] = int((ids == self.end).sum())
         counts["bytes"] = int(self.lengths[ids].sum())
         os.replace(path, self.folder / f"{self._name()}.tmp")
         self.shards.append({"file": self._name()} | counts | {"sha256": digest})
 
-    @property
-    def n_tokens(self) -> int:
-        return self._total("tokens")
-
-    @property
-    def n_bytes(self) -> int:
-        return self._total("bytes")
-
-    def _total(self, key: str) -> int:
+    def total(self, key: str) -> int:
+        """Of all shards, "tokens", "documents" or "bytes"."""
         return sum(shard[key] for shard in [*self.shards, *filter(None, [self.opened])])
 
     def restore(self, shards: list[dict], opened: dict | None) -> None:
@@ -192,11 +182,6 @@ class Preparation:
         loader.replace_file(self.folder / "meta.json", json.dumps(self.meta, indent=1) + "\n")
 
     @property
-    def published(self) -> int:
-        """Shards that meta.json names."""
-        return len(self.meta["shards"])
-
-    @property
-    def finished(self) -> int:
-        """Shards that are complete."""
-        return sum(len(writer.shards) for writer in self.writers.values())
+    def unpublished(self) -> bool:
+        """Whether there are complete shards that meta.json does not name yet."""
+        return sum(len(w.shards) for w in self.writers.values()) > len(self.meta["shards"])

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 import checkpoint
 import config
+import runtime
 import sample
 from data import tokenizer
 from model import GPT, GPTConfig
@@ -38,15 +40,45 @@ def random_ids(n: int, seed: int = 0, vocab_size: int = 65) -> list[int]:
     return torch.randint(vocab_size, (n,), generator=generator).tolist()
 
 
-def test_another_order_in_memory_changes_no_value():
-    model = GPT(SMALL, seed=3).eval()
-    idx = torch.tensor([random_ids(16, 1), random_ids(16, 2)])
+@pytest.mark.parametrize("batch", [1, 2, 16])
+@pytest.mark.parametrize("post_ln", [False, True])
+def test_products_of_packed_weights_change_no_value(post_ln, batch):
+    model = GPT(replace(SMALL, post_ln=post_ln), seed=3).eval()
+    idx = torch.tensor([random_ids(16, i) for i in range(batch)])
     with torch.no_grad():
         before, values = model(idx), [p.clone() for p in model.parameters()]
-        sample.lay_out(model)
-        torch.testing.assert_close(model(idx), before, atol=1e-5, rtol=1e-5)
+        with runtime.OneDNN(model, batch):
+            torch.testing.assert_close(model(idx), before, atol=1e-5, rtol=1e-5)
+        assert torch.equal(model(idx), before)
     assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
-    assert model.h[0].mlp.c_fc.weight.stride() == (1, 128)
+
+
+@pytest.mark.skipif(not runtime.onednn_has(torch.float32), reason="this torch has no oneDNN")
+def test_packed_weights_are_those_of_all_linear_layers_and_are_used(monkeypatch):
+    model = GPT(SMALL, seed=3).eval()
+    products = runtime.OneDNN(model, 1)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    assert products.packed.keys() == {*matrices} - {model.wpe.weight}
+    with torch.no_grad(), torch.profiler.profile() as profile, products:
+        model(torch.tensor([random_ids(5, 1)]))
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["mkldnn::_linear_pointwise"] == 4 * SMALL.n_layer + 1
+    assert not counts.keys() & {"aten::mm", "aten::addmm"}
+
+
+def test_where_onednn_is_missing_or_lacks_the_dtype_nothing_changes(monkeypatch):
+    assert runtime.OneDNN(GPT(SMALL).double(), 1).packed == {}
+    assert runtime.OneDNN(GPT(SMALL).half(), 1).packed == {}
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert runtime.OneDNN(GPT(SMALL).bfloat16(), 1).packed == {}
+    for name in ("mkl", "mkldnn"):
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(torch.backends, name), "is_available", lambda: False)
+            model = GPT(SMALL, seed=3)
+            products = runtime.OneDNN(model, 1)
+            assert products.packed == {}
+            with products:
+                model(torch.tensor([[1, 2]])).sum().backward()
 
 
 def made(model: GPT, prompts: list[list[int]], seeds: list[int], n: int = 30, **options):
@@ -54,6 +86,18 @@ def made(model: GPT, prompts: list[list[int]], seeds: list[int], n: int = 30, **
     steps = list(sample.generate(model, prompts, seeds, max_new_tokens=n, **options))
     assert len(steps) == n
     return [list(row) for row in zip(*steps, strict=True)]
+
+
+def test_generation_with_packed_weights_is_the_same_and_ends_with_each_token():
+    model, prompts, seeds = random_model(seed=5).float(), [random_ids(3), random_ids(7, 1)], [1, 2]
+    expected = made(model, prompts, seeds)
+    assert made(model, prompts, seeds, products=runtime.OneDNN(model, 2)) == expected
+    options = {"max_new_tokens": 3, "products": runtime.OneDNN(model, 2)}
+    for _ in sample.generate(model, prompts, seeds, **options):
+        weight = torch.ones(2, 2, requires_grad=True)
+        torch.nn.functional.linear(torch.ones(1, 2), weight).sum().backward()
+        model(torch.tensor([prompts[0]])).sum().backward()
+        assert weight.grad is not None
 
 
 def by_hand(model: GPT, prompt: list[int], seed: int, n: int = 30, **options) -> list[int]:
