@@ -42,7 +42,7 @@ from data import corpora, loader, prepare, tokenizer
 from metrics import flops_per_token, mfu
 from model import GPT
 from optim import Optimizer
-from run import versions
+from run import alone_in, versions
 
 ROOT = Path(__file__).parent
 Part = Literal["memory", "training", "sampling", "tokenizing", "startup"]
@@ -117,9 +117,11 @@ class BenchConfig:
         counts = ("repeats", "corpus_tokens", "sample_tokens", "accumulation", "gpus_per_node")
         speeds = ("node_gb_per_s", "network_gb_per_s", "tokens_per_s")
         for name in (*counts, "micro_batch", *speeds):
-            least, value = (0 if name in speeds else 1), getattr(self, name)
-            if value is not None and (value < least or value in (0, math.inf) or value != value):
-                found.append(f"{name} must be at least 1 (a speed: above 0), got {value}")
+            least, value = (1e-6 if name in speeds else 1), getattr(self, name)
+            if value is not None and not least <= value <= 1e15:
+                found.append(f"{name} must be {least:g} to 1e15, got {value}")
+        if self.out_dir == Path():
+            found.append("out_dir must not be empty")
         if not 0 <= self.overlap <= 1:
             found.append(f"overlap must be between 0 and 1, got {self.overlap}")
         if not self.parts or len(set(self.parts)) < len(self.parts):
@@ -336,8 +338,14 @@ def from_checkout(bench: Bench) -> Contestant:
     try:
         model = module.GPT(module.GPTConfig(**shape)).to(bench.device).train()
         optimizer = model.configure_optimizers(**options)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{module.__file__} lacks nanoGPT's interface: {error}") from error
+        trial = torch.zeros(1, 2, dtype=torch.long, device=bench.device)
+        model(trial, trial)[1].backward()
+        optimizer.zero_grad(set_to_none=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever somebody's code may raise
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{module.__file__} lacks nanoGPT's interface ({reason})") from error
     mine = GPT(m).state_dict()
     mine["lm_head.weight"] = mine["wte.weight"]
     names = {checkpoint.PREFIXES.sub("", name): p for name, p in model.named_parameters()}
@@ -761,15 +769,15 @@ def main(argv: list[str]) -> int:
         import_transformers()
     if cfg.vs_checkout:
         import_checkout(cfg.vs_checkout)
-    cfg.out_dir.mkdir(parents=True, exist_ok=True)
     work = next((mode for mode in (full, scaling, plan) if getattr(cfg, mode.__name__)), measure)
-    try:
-        report = work(cfg)
-    except runtime.CompileError as error:
-        raise ValueError(str(error)) from None
-    loader.replace_file(cfg.out_dir / "bench.json", json.dumps(report, indent=1) + "\n")
-    if cfg.plot and "figures" in report:
-        draw_figures(report, cfg.out_dir / "bench.png")
+    with alone_in(cfg.out_dir, "bench.py is running"):
+        try:
+            report = work(cfg)
+        except runtime.CompileError as error:
+            raise ValueError(str(error)) from None
+        loader.replace_file(cfg.out_dir / "bench.json", json.dumps(report, indent=1) + "\n")
+        if cfg.plot and "figures" in report:
+            draw_figures(report, cfg.out_dir / "bench.png")
     print(f"{report_text(report)}\nwrote {cfg.out_dir / 'bench.json'}")
     return int(report.get("cuda_tests") == "failed")
 

@@ -77,12 +77,11 @@ def alone_in(out_dir: Path, other: str) -> Iterator[None]:
     """Hold a folder, which is made if need be. ValueError if an `other` process has it."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"{out_dir} is, or lies in, a file: take another --out-dir") from None
-    try:
         held = filelock.FileLock(out_dir / ".lock").acquire(timeout=0)
     except filelock.Timeout:
         raise ValueError(f"another {other} in {out_dir}: let it end first") from None
+    except OSError as error:
+        raise ValueError(f"{out_dir}: {error.strerror}: take another --out-dir") from None
     with held:
         yield
 

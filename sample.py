@@ -227,10 +227,8 @@ def main(argv: list[str]) -> int:
     model = loaded.model.to(device, getattr(torch, cfg.dtype))
     prompts = _prompt_ids(cfg, loaded.encoding, model.config.block_size)
     rows = [p for p in prompts for _ in range(cfg.num_samples)]
-    heads = [
-        tokenizer.decode(loaded.encoding, p) if p != [loaded.encoding.eot_token] else ""
-        for p in rows
-    ]
+    end = [loaded.encoding.eot_token]
+    heads = ["" if p == end else tokenizer.decode(loaded.encoding, p) for p in rows]
     seeds = [cfg.seed + n for _ in prompts for n in range(cfg.num_samples)]
     pieces = stream(
         model,

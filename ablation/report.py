@@ -37,7 +37,7 @@ def interval(differences: list[float]) -> tuple[float, float] | None:
     n = len(differences)
     if n < 2 or not all(map(math.isfinite, differences)):
         return None
-    # Beyond the table the Cornish-Fisher expansion (Abramowitz & Stegun, 26.7.5): 4 digits there.
+    # Beyond the table the Cornish-Fisher expansion (Abramowitz & Stegun, 26.7.5), within 0.002.
     quantile = T_975[n - 2] if n - 2 < len(T_975) else 1.96 + 2.37 / (n - 1) + 2.82 / (n - 1) ** 2
     return fmean(differences), quantile * stdev(differences) / math.sqrt(n)
 

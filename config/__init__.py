@@ -40,6 +40,12 @@ class ModelConfig(GPTConfig):
     # The tokenizer decides it.
     vocab_size: tyro.conf.Suppress[int] = 50257
 
+    def problems(self) -> list[str]:
+        found, size = super().problems(), 12 * self.n_layer * self.n_embd**2
+        if size > 10**13 or self.n_layer > 10**4 or self.block_size > 2**31:
+            found.append(f"a model with {size:.0e} parameters in its blocks fits no machine")
+        return found
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -147,9 +153,6 @@ class TrainConfig:
                 found.append(f"{name} must not be empty")
             if any("\ud800" <= c <= "\udfff" for c in str(value)):
                 found.append(f"{name} is not UTF-8 under this locale: set PYTHONUTF8=1")
-        size = 12 * self.model.n_layer * self.model.n_embd**2
-        if size > 10**13 or self.model.n_layer > 10**4 or self.model.block_size > 2**31:
-            found.append(f"a model with {size:.0e} parameters in its blocks fits no machine")
         if not (0 < o.lr < math.inf):
             found.append(f"lr must be a positive number, got {o.lr}")
         elif not 0 <= o.final_lr <= o.lr:

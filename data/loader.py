@@ -103,7 +103,8 @@ def read_meta(folder: Path) -> dict:
         shards = {s["file"]: s["tokens"] for s in meta["shards"]}
         kinds = [(meta["tokenizer"], "name", str), (meta["tokenizer"], "sha256", str)]
         kinds += [(meta["tokenizer"], "n_vocab", int), (meta, "source", dict)]
-        kinds += [(s, key, str) for s in meta["shards"] for key in ("file", "sha256")]
+        types = {"file": str, "sha256": str, "tokens": int, "documents": int, "bytes": int}
+        kinds += [(s, key, kind) for s in meta["shards"] for key, kind in types.items()]
         for holder, key, kind in kinds:
             if type(holder[key]) is not kind:
                 raise TypeError(f"{key} is {holder[key]!r}")

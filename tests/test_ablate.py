@@ -359,7 +359,8 @@ def test_a_folder_that_is_a_file_is_refused(name, corpus, tmp_path, capsys):  # 
     (tmp_path / "file").touch()
     assert call(options(corpus, tmp_path / name)) == 2
     error = capsys.readouterr().err
-    assert f"{tmp_path / name} is, or lies in, a file: take another --out-dir" in error
+    reason = {"file": "File exists", "file/inside": "Not a directory"}[name]
+    assert f"{tmp_path / name}: {reason}: take another --out-dir" in error
 
 
 # Runs and what becomes of them

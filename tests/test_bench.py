@@ -393,6 +393,9 @@ def test_memory_is_that_of_new_processes(tmp_path, capsys):
         (["--vs-checkout=nowhere"], ["nowhere", "model.py", "nanoGPT"]),
         (["--repeats=0", "--node-gb-per-s=nan", "--overlap=2"], ["repeats", "node_gb", "overlap"]),
         (["--plan", "--scaling"], ["scaling, plan", "one at a time"]),
+        (["--plan", "--tokens-per-s=1e-310"], ["tokens_per_s", "1e-06"]),
+        (["--plan", "--n-layer=100000000"], ["fits no machine"]),
+        (["--plan", "--tokens-per-s=1", "--out-dir="], ["out_dir", "empty"]),
         (["--full", "--vs=transformers"], ["full, transformers", "one at a time"]),
         (["--vs=transformers", "--norm=rmsnorm"], ["transformers", "variant"]),
         (["--vs=transformers", "--post-ln"], ["transformers", "variant"]),
@@ -470,6 +473,10 @@ def test_missing_transformers_are_refused_with_the_command_that_installs_them(mo
         ("raise SystemExit(7)", "can't be imported (SystemExit"),
         ("class GPT: pass", "lacks nanoGPT's interface"),
         (CHECKOUT.replace("def configure_optimizers", "def other"), "lacks nanoGPT's interface"),
+        (CHECKOUT.replace("def forward", "def other"), "interface (NotImplementedError"),
+        (CHECKOUT + "\nGPT.forward = lambda self, x, y: (x, None)", "interface (AttributeError"),
+        (CHECKOUT + "\nGPT.forward = lambda self, x, y: self.no(x)", "interface (AttributeError"),
+        (CHECKOUT + "\nGPT.configure_optimizers = lambda *_, **__: None", "(AttributeError"),
     ],
 )
 @pytest.mark.usefixtures("quick")

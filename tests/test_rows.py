@@ -477,12 +477,19 @@ def is_other_json(folder: Path) -> None:
     (folder / "meta.json").write_text('{"a": 1}', encoding="utf-8")
 
 
+def counts_in_words(folder: Path) -> None:
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    meta["shards"][0]["documents"] = "two"
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
         (is_gone, "meta.json"),
         (is_empty, "meta.json"),
         (is_other_json, "meta.json"),
+        (counts_in_words, "meta.json"),
         (lacks_a_shard, "train_000001.bin"),
         (is_cut, "train_000001.bin"),
     ],
