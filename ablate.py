@@ -327,11 +327,12 @@ def plan(cfg: AblationConfig, cells: dict[str, TrainConfig], devices: list[str])
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "H100"
     peak = runtime.peak_flops(card, torch.bfloat16) or runtime.peak_flops("H100", torch.bfloat16)
     flops = operations({n: c for n, c in cells.items() if not finished(c).exists()})
+    hours = flops / (0.4 * peak) / 3600
     return (
         f"{len(cells)} runs ({product_of}), {left} to do, {len(devices)} at a time on "
         f"{', '.join(sorted(set(devices)))}: {flops:.1e} floating-point operations, "
-        f"{flops / (0.4 * peak) / 3600:.3g} GPU hours where bfloat16 products reach 40 % of an "
-        f"{card}'s {peak / 1e12:.0f} TFLOP/s"
+        f"{f'{hours:.1f}' if hours > 0.1 else 'under 0.1'} GPU hours where bfloat16 products reach "
+        f"40 % of an {card}'s {peak / 1e12:.0f} TFLOP/s"
     )
 
 

@@ -118,6 +118,7 @@ def plan_row(n: int, *options: str, **known) -> dict:
     known = {
         "tokens_per_s": 100_000.0,
         "gradient_bytes": 500_000_000,
+        "late_bytes": 0,
         "backward_share": 0.5,
     } | known
     argv = ["--micro-batch=10", "--block-size=1000", "--accumulation=4", "--overlap=0.5", *options]
@@ -141,6 +142,16 @@ def test_64_gpus_by_hand():
     assert row["tokens_per_step"] == 64 * 40_000
     assert row["tokens_per_s"] == pytest.approx(64 * 40_000 / 0.571875)
     assert row["efficiency"] == pytest.approx(0.4 / 0.571875)
+
+
+def test_what_is_ready_last_is_never_hidden():
+    """Of 20 ms of exchange between 2 GPUs, 12 are the late gradients' and 8 fit into the 25 ms that
+    can hide them; at a tenth of the speed it is 120 ms, and 80 - 25."""
+    row = plan_row(2, "--node-gb-per-s=25", late_bytes=300_000_000)
+    assert row["exchange_ms"] == pytest.approx(20)
+    assert row["exposed_ms"] == pytest.approx(12)
+    row = plan_row(2, "--node-gb-per-s=2.5", late_bytes=300_000_000)
+    assert row["exposed_ms"] == pytest.approx(120 + 55)
 
 
 def test_within_a_node_its_own_links_count():
