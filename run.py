@@ -74,7 +74,8 @@ class Run:
 
 @contextlib.contextmanager
 def alone_in(out_dir: Path, other: str) -> Iterator[None]:
-    """Hold a folder, which is made if need be. ValueError if an `other` process has it."""
+    """Hold a folder, which is made if need be. ValueError if it can't be written in, or if another
+    process has it; `other` tells what that does."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         held = filelock.FileLock(out_dir / ".lock").acquire(timeout=0)

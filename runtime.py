@@ -217,9 +217,9 @@ def attention(kind: str) -> AbstractContextManager:
 class OneDNN(TorchFunctionMode):
     """Within it, the linear layers of a model on a CPU are oneDNN's products, with a copy of the
     weights in the order that it reads fastest for `batch` tokens at a time: on an AMD EPYC up to
-    twice as fast as the plain products. Later changes of the weights don't count, and there is no
-    gradient (the operators are torch.compile's). Elsewhere, and where oneDNN lacks the dtype,
-    nothing changes."""
+    twice as fast as the plain products. Later changes of the weights don't count. Nothing changes
+    elsewhere, where oneDNN lacks the dtype, and where gradients are wanted, which these operators
+    (torch.compile's) have not."""
 
     def __init__(self, model: GPT, batch: int):
         super().__init__()
@@ -229,9 +229,9 @@ class OneDNN(TorchFunctionMode):
                 self.packed[w] = torch.ops.mkldnn._reorder_linear_weight(w.detach(), batch)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.linear and (packed := self.packed.get(args[1])) is not None:
-            bias = args[2] if args[2:] else None
-            return torch.ops.mkldnn._linear_pointwise(args[0], packed, bias, "none", [], "")
+        if func is F.linear and args[1] in self.packed and not torch.is_grad_enabled():
+            x, w, bias = (*args, None)[:3]
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed[w], bias, "none", [], "")
         return func(*args, **(kwargs or {}))
 
 

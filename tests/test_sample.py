@@ -42,19 +42,20 @@ def random_ids(n: int, seed: int = 0, vocab_size: int = 65) -> list[int]:
 
 @pytest.mark.parametrize("batch", [1, 2, 16])
 @pytest.mark.parametrize("post_ln", [False, True])
-def test_products_of_packed_weights_change_no_value(post_ln, batch):
-    model = GPT(replace(SMALL, post_ln=post_ln), seed=3).eval()
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_products_of_packed_weights_change_no_value(dtype, error, post_ln, batch):
+    model = GPT(replace(SMALL, post_ln=post_ln), seed=3).eval().to(dtype)
     idx = torch.tensor([random_ids(16, i) for i in range(batch)])
     with torch.no_grad():
         before, values = model(idx), [p.clone() for p in model.parameters()]
         with runtime.OneDNN(model, batch):
-            torch.testing.assert_close(model(idx), before, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(model(idx), before, atol=error, rtol=error)
         assert torch.equal(model(idx), before)
     assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
 
 
 @pytest.mark.skipif(not runtime.onednn_has(torch.float32), reason="this torch has no oneDNN")
-def test_packed_weights_are_those_of_all_linear_layers_and_are_used(monkeypatch):
+def test_packed_weights_are_those_of_all_linear_layers_and_are_used():
     model = GPT(SMALL, seed=3).eval()
     products = runtime.OneDNN(model, 1)
     matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -64,6 +65,9 @@ def test_packed_weights_are_those_of_all_linear_layers_and_are_used(monkeypatch)
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["mkldnn::_linear_pointwise"] == 4 * SMALL.n_layer + 1
     assert not counts.keys() & {"aten::mm", "aten::addmm"}
+    with products:
+        model(torch.tensor([random_ids(5, 1)])).sum().backward()
+    assert all(p.grad is not None for p in matrices)
 
 
 def test_where_onednn_is_missing_or_lacks_the_dtype_nothing_changes(monkeypatch):
@@ -470,6 +474,25 @@ def program(folder, capsys):
         return code, captured.out, captured.err
 
     return call
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_program_takes_packed_weights_for_its_number_of_samples(n, program, monkeypatch):
+    made_for, used = [], []
+
+    class Spy(runtime.OneDNN):
+        def __init__(self, model, batch):
+            made_for.append(batch)
+            super().__init__(model, batch)
+
+        def __enter__(self):
+            used.append(self)
+            return super().__enter__()
+
+    monkeypatch.setattr(runtime, "OneDNN", Spy)
+    code, _, _ = program("--prompt=123", f"--num-samples={n}", "--max-new-tokens=4")
+    assert (code, made_for) == (0, [n])
+    assert 1 <= len(used) <= 4
 
 
 def continuation(folder: Path, prompt: bytes | list[int], seed: int = 1337, n: int = 12, **options):
