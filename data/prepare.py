@@ -5,12 +5,13 @@ corpus, source, tokenizer, and per shard tokens, documents, bytes of text and sh
 moment, the same command goes on where it was. Training may start meanwhile.
 """
 
-import codecs
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -29,7 +30,13 @@ import config
 from data import corpora, loader, tokenizer
 from data.writer import Preparation
 
-PIECE_CHARS = 1 << 18
+PIECE_BYTES = 1 << 18
+# Up to the last place between a character and the blank after it, where GPT-2's pattern always ends
+# a piece: a visible ASCII character, or another one that is no blank in UTF-8.
+BEFORE_BLANK = re.compile(
+    rb"(?s).*[!-~\x80-\xff](?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])"
+    rb"(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)(?=[ \t\r\n])"
+)
 SNAPSHOT_SECONDS = 5.0
 SHARD_TOKENS = 100_000_000
 
@@ -41,79 +48,63 @@ class Piece:
     document: int
     piece: int
     split: str
-    text: str
-    replaced: int = 0
+    text: bytes
 
 
 class NeedsDownload(ValueError):
     """A corpus that is not prepared, and not done in a minute."""
 
 
-class TextPieces:
-    """UTF-8 chunks to text in bounded pieces whose ids, laid end to end, are the whole's ids.
-
-    A cut lies between a character and the blank after it, where GPT-2's pattern always ends a
-    piece. Invalid bytes become U+FFFD and are counted in `replaced`."""
-
-    def __init__(self):
-        self.replaced = 0
-        codecs.register_error("count-and-replace", self._replace)
-
-    def _replace(self, error: UnicodeError) -> tuple[str, int]:
-        self.replaced += 1
-        return "\ufffd", error.end
-
-    def of(self, chunks: Iterable[bytes]) -> Iterator[str]:
-        decoder = codecs.getincrementaldecoder("utf-8")("count-and-replace")
-        text = ""
-        for chunk in chunks:
-            # A row of a dataset comes as one chunk, whatever its length.
-            for start in range(0, len(chunk), corpora.CHUNK_BYTES):
-                text += decoder.decode(chunk[start : start + corpora.CHUNK_BYTES])
-                if len(text) >= PIECE_CHARS and (cut := self._last_cut(text)):
-                    yield text[:cut]
-                    text = text[cut:]
-        text += decoder.decode(b"", True)
-        if text:
-            yield text
-
-    @staticmethod
-    def _last_cut(text: str) -> int:
-        cut = len(text) - 1
-        while cut > 0 and not (text[cut] in " \t\r\n" and not text[cut - 1].isspace()):
-            cut -= 1
-        # Text without blanks must be cut somewhere too: only then may a token be split.
-        return cut if cut or len(text) < 2 * PIECE_CHARS else len(text)
+def _cut(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """A document's UTF-8 in bounded pieces whose ids, laid end to end, are the whole's ids."""
+    rest = b""
+    for chunk in chunks:
+        # A row of a dataset comes as one chunk, whatever its length.
+        for start in range(0, len(chunk), corpora.CHUNK_BYTES):
+            rest += chunk[start : start + corpora.CHUNK_BYTES]
+            if len(rest) >= PIECE_BYTES and (cut := _last_cut(rest)):
+                yield rest[:cut]
+                rest = rest[cut:]
+    if rest:
+        yield rest
 
 
-def _is_validation(first_piece: str, share: float) -> bool:
+def _last_cut(text: bytes) -> int:
+    if found := BEFORE_BLANK.match(text):
+        return found.end()
+    # Text without blanks must be cut somewhere too: only then may a token be split.
+    if len(text) < 2 * PIECE_BYTES:
+        return 0
+    last = range(len(text) - 1, len(text) - 4, -1)  # a character has at most four bytes
+    return next((i for i in last if not 0x80 <= text[i] < 0xC0), len(text))
+
+
+def _is_validation(first_piece: bytes, share: float) -> bool:
     """Chosen by the document's own beginning, so that it stays where it is when others come."""
-    digest = hashlib.sha256(first_piece.encode("utf-8", "replace")).digest()
+    digest = hashlib.sha256(first_piece).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def _pieces(documents: Iterator[corpora.Document], place: dict, share: float) -> Iterator[Piece]:
     """All pieces from `place` on; documents begin with the one that it names."""
-    source = TextPieces()
     for number, (split, chunks) in enumerate(documents, start=place["document"]):
-        before, n = source.replaced, 0
-        for n, text in enumerate(source.of(chunks), start=1):
+        n = 0
+        for n, text in enumerate(_cut(chunks), start=1):
             if n == 1:
                 split = split or ("val" if _is_validation(text, share) else "train")
             if number > place["document"] or n > place["piece"]:
-                yield Piece(number, n - 1, split, text, source.replaced - before)
-            before = source.replaced
+                yield Piece(number, n - 1, split, text)
         if not n and (number > place["document"] or not place["piece"]):
-            yield Piece(number, 0, "train", "")
+            yield Piece(number, 0, "train", b"")
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Consecutive pieces, about PIECE_CHARS together: short documents share the cost of a task."""
+    """Consecutive pieces, about PIECE_BYTES together: short documents share the cost of a task."""
     batch, size = [], 0
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text) + 1
-        if size >= PIECE_CHARS or len(batch) >= 4096:
+        if size >= PIECE_BYTES or len(batch) >= 4096:
             yield batch
             batch, size = [], 0
     if batch:
@@ -122,17 +113,28 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 def _encoded(
     batches: Iterator[list[Piece]], encoding: tiktoken.Encoding, workers: int
-) -> Iterator[tuple[list[Piece], list[np.ndarray]]]:
-    """The batches in order with their ids, some of them ahead on other threads: tiktoken does not
-    hold Python's lock, so threads are as fast as processes and share the vocabulary."""
+) -> Iterator[tuple[list[Piece], list[tuple[np.ndarray, int]]]]:
+    """The batches in order with each piece's ids and number of invalid sequences, which become
+    U+FFFD; some of them ahead on other threads: tiktoken does not hold Python's lock, so threads
+    are as fast as processes."""
+    of_thread = threading.local()
 
-    def encode(batch: list[Piece]) -> list[np.ndarray]:
-        return [encoding.encode_to_numpy(p.text, disallowed_special=()) for p in batch]
+    def start() -> None:
+        # The regular expressions within keep their memory for one thread: others wait for it.
+        of_thread.encoding = tokenizer.copy_of(encoding)
 
-    with ThreadPoolExecutor(workers) as pool:
+    def encode(piece: Piece) -> tuple[np.ndarray, int]:
+        text = piece.text.decode("utf-8", "replace")
+        replaced = text.count("\ufffd") - piece.text.count("\ufffd".encode())
+        return of_thread.encoding.encode_to_numpy(text, disallowed_special=()), replaced
+
+    def encode_all(batch: list[Piece]) -> list[tuple[np.ndarray, int]]:
+        return [encode(piece) for piece in batch]
+
+    with ThreadPoolExecutor(workers, initializer=start) as pool:
         ahead = deque()
         for batch in batches:
-            ahead.append((batch, pool.submit(encode, batch)))
+            ahead.append((batch, pool.submit(encode_all, batch)))
             if len(ahead) > 2 * workers:
                 done, ids = ahead.popleft()
                 yield done, ids.result()
@@ -187,7 +189,7 @@ def prepare(
 
 
 def _write(
-    encoded: Iterator[tuple[list[Piece], list[np.ndarray]]],
+    encoded: Iterator[tuple[list[Piece], list[tuple[np.ndarray, int]]]],
     state: Preparation,
     bar: tqdm,
     end: int,
@@ -197,7 +199,7 @@ def _write(
     left_out = None
     start = last = time.monotonic()
     for batch, ids in encoded:
-        for piece, its in zip(batch, ids, strict=True):
+        for piece, (its, replaced) in zip(batch, ids, strict=True):
             if not piece.piece and max_tokens:
                 if total >= max_tokens:
                     return
@@ -210,11 +212,11 @@ def _write(
                 state.meta["empty_documents"] += 1
             elif not piece.piece:
                 its = np.concatenate([np.array([end], its.dtype), its])
-            state.meta["replaced_invalid_utf8"] += piece.replaced
+            state.meta["replaced_invalid_utf8"] += replaced
             state.writers[piece.split].add(its)
             state.place = {"document": piece.document, "piece": piece.piece + 1}
             total += len(its)
-            bar.update(len(piece.text.encode("utf-8", "replace")))
+            bar.update(len(piece.text))
         speed = (total - before) / (time.monotonic() - start + 1e-9)
         bar.set_postfix_str(f"{total:,} tokens, {speed:,.0f} tokens/s")
         if state.unpublished or time.monotonic() - last > SNAPSHOT_SECONDS:

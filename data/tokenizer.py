@@ -52,6 +52,13 @@ def _encoding(name: str, ranks: dict[bytes, int], end: int) -> tiktoken.Encoding
     )
 
 
+def copy_of(encoding: tiktoken.Encoding) -> tiktoken.Encoding:
+    """The same tokenizer, sharing nothing."""
+    end = encoding.eot_token
+    ranks = {token: i for i, token in enumerate(token_table(encoding)) if i != end}
+    return _encoding(encoding.name, ranks, end)
+
+
 def _from_vocab(name: str, vocab: dict[str, int]) -> tiktoken.Encoding:
     """An encoding from Hugging Face's vocab.json: ids are ranks, symbols stand for bytes."""
     end = vocab[END]

@@ -165,7 +165,7 @@ class Broken(Exception):
 @pytest.mark.parametrize("n", [0, 1, 20, 100, 201, 499])
 def test_a_stream_that_breaks_is_continued_at_the_same_revision(n, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "SNAPSHOT_SECONDS", 0)
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 300)
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 300)
     texts = [f"text {i}: ä∩😀\r\n" for i in range(500)]
     stream, calls = streamed(write_parts(tmp_path / "d", texts, (200, 1, 100))), []
 

@@ -50,13 +50,13 @@ def hashes(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 200)
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 200)
     monkeypatch.setattr(prepare, "SNAPSHOT_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "byte"])
 def test_the_bytes_do_not_depend_on_the_number_of_workers(texts, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 200)
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 200)
     encoding = tokenizer.load(name)
     for workers in (1, 2, 7):
         out = tmp_path / str(workers)
@@ -112,13 +112,11 @@ def test_what_is_tokenized_is_not_tokenized_again(texts, tmp_path, monkeypatch):
     encoded = []
 
     class Counting:
-        eot_token, name, n_vocab = encoding.eot_token, encoding.name, encoding.n_vocab
-        decode_single_token_bytes = staticmethod(encoding.decode_single_token_bytes)
-
         def encode_to_numpy(self, text, **options):
             encoded.append(len(text))
             return encoding.encode_to_numpy(text, **options)
 
+    monkeypatch.setattr(tokenizer, "copy_of", lambda _: Counting())
     snapshot, count = writer.Preparation.snapshot, []
 
     def stops(self):
@@ -129,9 +127,9 @@ def test_what_is_tokenized_is_not_tokenized_again(texts, tmp_path, monkeypatch):
 
     monkeypatch.setattr(writer.Preparation, "snapshot", stops)
     with pytest.raises(Killed):
-        prepare.prepare(corpus_of(texts), Counting(), tmp_path, shard_tokens=500)
+        prepare.prepare(corpus_of(texts), encoding, tmp_path, shard_tokens=500)
     first = sum(encoded)
-    prepare.prepare(corpus_of(texts), Counting(), tmp_path, shard_tokens=500)
+    prepare.prepare(corpus_of(texts), encoding, tmp_path, shard_tokens=500)
     # At most what lay ahead in the queue, and the pieces of one batch, is done twice.
     total = sum(len(t) + (i % 7 == 0 and bool(t)) for i, t in enumerate(texts))
     assert first > total / 10
@@ -146,7 +144,7 @@ def test_sigkill_at_random_moments_changes_no_byte(tmp_path):
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     code = (
         "import sys; from data import prepare; prepare.SNAPSHOT_SECONDS = 0.02;"
-        "prepare.PIECE_CHARS = 20000; sys.exit(prepare.main(sys.argv[1:]))"
+        "prepare.PIECE_BYTES = 20000; sys.exit(prepare.main(sys.argv[1:]))"
     )
 
     def start(out):
@@ -174,7 +172,7 @@ def test_sigkill_at_random_moments_changes_no_byte(tmp_path):
 
 def test_unfinished_tokens_of_something_else_are_refused(texts, tmp_path, monkeypatch):
     encoding = tokenizer.load("byte")
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 200)
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 200)
     unfinish(texts, encoding, tmp_path)
     other = [*texts, "more"]
     changed = corpora.Corpus("made", {"text": "other"}, corpus_of(other).documents)
@@ -218,7 +216,7 @@ def test_damaged_unfinished_tokens_are_refused_with_what_to_do(
     texts, tmp_path, monkeypatch, damage
 ):
     encoding = tokenizer.load("byte")
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 200)
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 200)
     unfinish(texts, encoding, tmp_path)
     opened = json.loads((tmp_path / "meta.json").read_text())["progress"]["opened"]
     split = next(s for s in opened if opened[s] and opened[s]["tokens"])
@@ -241,7 +239,7 @@ def slow(tmp_path, monkeypatch):
     """A preparation on another thread that makes a shard whenever it is told to go on."""
     rng = random.Random(1)
     documents = ["".join(rng.choices("abc \n", k=300)) for _ in range(60)]
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 300)
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 300)
     monkeypatch.setattr(prepare, "SNAPSHOT_SECONDS", 0.0)
     monkeypatch.setattr(loader, "POLL_SECONDS", 0.01)
     gate = threading.Semaphore(0)
@@ -348,30 +346,30 @@ def test_only_new_shards_are_no_other_data(slow, tmp_path):
     assert loader.difference(part | {"complete": True}, whole)
 
 
-def test_threads_share_one_vocabulary_and_memory_stays_bounded(tmp_path):
-    """The queue ahead of the writer holds two batches per worker, however slow the writer is."""
+def test_the_queue_ahead_of_the_writer_stays_bounded():
+    """It holds two batches per worker, however slow the writer is."""
     taken, written = [], []
 
     def batches():
         for n in range(50):
             taken.append(n)
-            yield [prepare.Piece(n, 0, "train", "some text")]
+            yield [prepare.Piece(n, 0, "train", b"some text")]
 
     for batch, ids in prepare._encoded(batches(), tokenizer.load("gpt2"), 3):
         written.append(batch[0].document)
-        assert np.array_equal(ids[0], [11246, 2420])
+        assert np.array_equal(ids[0][0], [11246, 2420])
         assert len(taken) - len(written) <= 2 * 3
     assert written == list(range(50))
 
 
 def test_ids_come_in_the_order_of_the_text_whichever_thread_is_first():
     text = "word " * 5000
-    pieces = [prepare.Piece(0, i, "train", text[i * 50 : i * 50 + 50]) for i in range(500)]
+    pieces = [prepare.Piece(0, i, "train", text[i * 50 : i * 50 + 50].encode()) for i in range(500)]
     encoding = tokenizer.load("byte")
     ids = [
         i
         for _, batch in prepare._encoded(iter([[p] for p in pieces]), encoding, 4)
-        for part in batch
+        for part, _ in batch
         for i in part.tolist()
     ]
     assert torch.equal(torch.tensor(ids), torch.tensor(list(text.encode())))

@@ -18,7 +18,7 @@ import pytest
 import config
 from data import corpora, loader, prepare, tokenizer
 from data.corpora import Corpus
-from data.prepare import PrepareConfig, TextPieces
+from data.prepare import PrepareConfig
 from data.writer import ShardWriter
 
 ROOT = Path(config.__file__).parent.parent
@@ -101,6 +101,7 @@ BROKEN = [
     b"\x80\x80\x80",
     b"ends within \xf0\x9f\x98",
     b"ends within \xe2\x88",
+    b"\x80" * 50 + "😀".encode() * 20,
     b"\xc3(\xc3",
     b"over\xc0\xafong",
     b"surrogate \xed\xa0\x80.",
@@ -111,13 +112,17 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
 @pytest.mark.parametrize("data", BROKEN)
-def test_invalid_utf8_is_replaced_and_counted_wherever_the_chunks_end(data, chunk):
+def test_invalid_utf8_is_replaced_and_counted_wherever_the_pieces_end(
+    data, size, byte, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(prepare, "PIECE_BYTES", size)
+    data = b"begins " + data
     wanted = data.decode("utf-8", "replace")
-    pieces = TextPieces()
-    assert "".join(pieces.of(chunked(data, chunk))) == wanted
-    assert pieces.replaced == wanted.count("\ufffd")
+    meta = prepare.prepare(made(data, chunk=size), byte, tmp_path)
+    assert documents_of(tmp_path, "train", byte) == [wanted]
+    assert meta["replaced_invalid_utf8"] == wanted.count("\ufffd")
 
 
 def test_replaced_bytes_are_told_in_meta_json(byte, tmp_path):
@@ -128,9 +133,9 @@ def test_replaced_bytes_are_told_in_meta_json(byte, tmp_path):
     assert sum(s["bytes"] for s in meta["shards"]) == len("".join(wanted).encode())
 
 
-@pytest.mark.parametrize(("chunk_bytes", "piece_chars"), [(1, 20), (3, 30), (64, 20), (7, 100)])
+@pytest.mark.parametrize(("chunk_bytes", "piece_bytes"), [(1, 20), (3, 30), (64, 20), (7, 100)])
 def test_a_file_in_small_chunks_and_pieces_becomes_the_same_tokens(
-    chunk_bytes, piece_chars, encoding, tmp_path, monkeypatch
+    chunk_bytes, piece_bytes, encoding, tmp_path, monkeypatch
 ):
     text = "ä∩😀 'll don't  x\r\n\r\n\t日本 語\xa0, 12 345\u2028\x1c .\n" * 5
     data = text.encode() + b"\xff\xf0\x9f\r\n"
@@ -138,7 +143,7 @@ def test_a_file_in_small_chunks_and_pieces_becomes_the_same_tokens(
     path.write_bytes(data)
     prepare.prepare(corpora.find(str(path)), encoding, tmp_path / "whole")
     monkeypatch.setattr(corpora, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(prepare, "PIECE_CHARS", piece_chars)
+    monkeypatch.setattr(prepare, "PIECE_BYTES", piece_bytes)
     prepare.prepare(corpora.find(str(path)), encoding, tmp_path / "small")
     for split in ("train", "val"):
         assert ids_of(tmp_path / "small", split) == ids_of(tmp_path / "whole", split)
@@ -154,11 +159,12 @@ BLANKS += ["\x1c"]  # a blank for Python, but not for GPT-2's pattern
 @pytest.mark.parametrize("seed", range(8))
 def test_pieces_laid_end_to_end_have_the_ids_of_the_whole(seed, monkeypatch):
     rng = random.Random(seed)
-    monkeypatch.setattr(prepare, "PIECE_CHARS", rng.choice([100, 150, 300]))
+    monkeypatch.setattr(prepare, "PIECE_BYTES", rng.choice([100, 150, 300]))
     text = "".join(
         rng.choice(WORDS) if rng.random() < 0.6 else rng.choice(BLANKS) for _ in range(8000)
     )
-    pieces = list(TextPieces().of(chunked(text.encode(), rng.choice([1, 7, 100]))))
+    data = list(prepare._cut(chunked(text.encode(), rng.choice([1, 7, 100]))))
+    pieces = [piece.decode() for piece in data]
     assert len(pieces) > 30
     assert "".join(pieces) == text
     gpt2 = tokenizer.load("gpt2")
@@ -168,9 +174,9 @@ def test_pieces_laid_end_to_end_have_the_ids_of_the_whole(seed, monkeypatch):
 
 @pytest.mark.parametrize("text", ["x" * 5000, "日本" * 2500, " " * 5000, "x" * 4999 + " "])
 def test_text_without_a_place_to_cut_comes_in_bounded_pieces_too(text, monkeypatch):
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 10)
-    pieces = list(TextPieces().of(chunked(text.encode(), 12)))
-    assert "".join(pieces) == text
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 10)
+    pieces = list(prepare._cut(chunked(text.encode(), 12)))
+    assert "".join(piece.decode() for piece in pieces) == text
     assert max(map(len, pieces)) <= 16 * 10 + 12
 
 
@@ -272,7 +278,7 @@ def breaks_after(*documents, within: bool):
 def test_what_is_incomplete_never_has_a_final_name(within, byte, tmp_path, monkeypatch):
     """And a second call goes on where the first one failed."""
     limit = 100
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 20)
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 20)
     with pytest.raises(Broken):
         prepare.prepare(breaks_after(*TWENTY, within=within), byte, tmp_path, shard_tokens=limit)
     meta = json.loads((tmp_path / "meta.json").read_text(encoding="utf-8"))

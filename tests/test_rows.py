@@ -656,7 +656,7 @@ def test_a_forced_preparation_that_broke_does_not_stand_in_the_way_of_the_next(
 
     corpus = Corpus("stdlib", {"text": "stdlib"}, documents)
     monkeypatch.setitem(corpora.NAMED, "stdlib", lambda _: corpus)
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 30)
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 30)
     argv = ["stdlib", "--tokenizer", "byte", "--data-dir", tmp_path, "--force", "--shard-tokens"]
     assert program(*argv, 100) == 2
     assert list(tmp_path.rglob("train_000002.bin"))

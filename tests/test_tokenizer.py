@@ -353,3 +353,14 @@ def test_a_package_whose_file_is_damaged_is_not_used(bare, monkeypatch, tmp_path
     spec = origin(tmp_path / "__init__.py")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: spec)
     check_refusal(bare)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "byte"])
+def test_a_copy_gives_the_same_ids_and_shares_nothing(name):
+    encoding = tokenizer.load(name)
+    copied = tokenizer.copy_of(encoding)
+    assert copied is not encoding
+    assert copied._core_bpe is not encoding._core_bpe
+    assert tokenizer.identity(copied) == tokenizer.identity(encoding)
+    text = "Don't 12 日本\r\n\t😀 naïve <|endoftext|>  x\n"
+    assert copied.encode_ordinary(text) == encoding.encode_ordinary(text)
