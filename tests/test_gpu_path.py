@@ -1,7 +1,7 @@
 """What makes a GPU fast, asserted on a CPU as far as it goes: one graph, no waiting, even sizes.
 
-Tests marked `cuda` need a CUDA device and are skipped without one; `python bench.py --full` runs
-them.
+Tests marked `cuda` need a CUDA device, which only `pytest -m cuda` sees; `python bench.py --full`
+runs them.
 """
 
 import itertools

@@ -615,7 +615,7 @@ def logits_in_memory(model, *args):
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with torch.profiler.profile(record_shapes=True) as profile, hooks:
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profile, hooks:
         model.loss(*args).backward()
     shapes = [shape for event in profile.events() for shape in event.input_shapes or ()]
     made = [math.prod(shape) for shape in shapes if shape and shape[-1] in columns]
