@@ -40,7 +40,7 @@ import train
 from ablation import figures, initial, report
 from config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from data import loader, prepare
-from metrics import flops_per_token, read_records
+from metrics import flops_per_token, n_params, read_records
 from model import GPT, GPTConfig
 
 # An arm is a name for a few options of the model.
@@ -312,7 +312,7 @@ def operations(cells: dict[str, TrainConfig]) -> float:
         shape = replace(cell.model, vocab_size=257 if cell.data.tokenizer == "byte" else 50257)
         if shape not in per_token:
             with torch.device("meta"):
-                n = GPT(shape).n_params()["without_positions"]
+                n = n_params(GPT(shape))["without_positions"]
             per_token[shape] = flops_per_token(n, shape)
         total += per_token[shape] * cell.run.steps * cell.run.batch_tokens
     return total

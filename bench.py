@@ -39,7 +39,7 @@ import sample
 import train
 from config import ModelConfig, OptimizerConfig, TrainConfig
 from data import corpora, loader, prepare, tokenizer
-from metrics import flops_per_token, mfu
+from metrics import flops_per_token, mfu, n_params
 from model import GPT
 from optim import Optimizer
 from run import alone_in, versions
@@ -393,7 +393,7 @@ def training(bench: Bench) -> Iterator[dict]:
     rounds = in_turns(bench.cfg.repeats, work | {"machine": bench.rates["products"]})
     # The fastest round is the limit: what else the machine does can only slow it down.
     peak, model = max(rounds.pop("machine")), bench.everyone[HERE].model
-    flops = flops_per_token(model.n_params()["without_positions"], model.config)
+    flops = flops_per_token(n_params(model)["without_positions"], model.config)
     tokens = bench.cfg.micro_batch * bench.cfg.model.block_size
     rates = {name: [tokens / r["step"] for r in rows] for name, rows in rounds.items()}
     yield figure("training", "tokens/s", rates, peak / flops)
@@ -631,7 +631,7 @@ def scaling(cfg: BenchConfig) -> dict:
             print(f"measuring {axis}", flush=True)
             point = replace(bench, cfg=replace(bench.cfg, model=shape, micro_batch=n))
             speed, model = next(training(point))["of"][HERE], point.everyone[HERE].model
-            about = {"axis": axis, "parameters": model.n_params()["total"]}
+            about = {"axis": axis, "parameters": n_params(model)["total"]}
             about |= {"block_size": shape.block_size, "micro_batch": n}
             rows.append(about | {"tokens_per_s": speed.pop("median")} | speed)
         report = {"machine": machine(bench), "options": config.plain(bench.cfg), "scaling": rows}

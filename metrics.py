@@ -13,8 +13,20 @@ import torch
 from tqdm import tqdm
 
 from data.loader import replace_file
-from model import GPTConfig
+from model import GPT, GPTConfig
 from runtime import Processes
+
+
+def n_params(model: GPT) -> dict[str, int]:
+    """Parameters, the tied head counted once and the vocabulary's padding not at all."""
+    V, wte, wpe = model.config.vocab_size, model.wte.weight, model.wpe.weight
+    total = sum(p.numel() for p in model.parameters()) - wte[V:].numel()
+    return {
+        "total": total,
+        "without_positions": total - wpe.numel(),
+        "without_embeddings": total - wpe.numel() - wte[:V].numel(),
+        "norms": sum(p.numel() for name, p in model.named_parameters() if "ln_" in name),
+    }
 
 
 def flops_per_token(without_positions: int, config: GPTConfig) -> int:

@@ -6,14 +6,13 @@ B batch, T tokens, S keys seen so far, C channels (n_embd), H heads, D = C / H, 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 # At most this many logits exist at once while the loss is computed (bytes: times 2 or 4).
@@ -158,6 +157,33 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 
+class HeadLoss(torch.autograd.Function):
+    """Cross-entropy of x (N, C) by the tied head w (padded V, C) and targets (N,), summed, in nats.
+    The gradients are computed with it, so that no chunk's logits are kept or made again."""
+
+    @staticmethod
+    def forward(ctx, x, w, targets, V: int, chunk: int) -> torch.Tensor:
+        total, gx, gw = 0.0, torch.empty_like(x), torch.zeros_like(w)
+        for xs, t, gxs in zip(*(a.split(chunk) for a in (x, targets[:, None], gx)), strict=True):
+            logits = F.linear(xs, w)
+            logits[:, V:] = -math.inf
+            p = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            lse = p.logsumexp(-1, keepdim=True)
+            total = total + (lse - p.gather(1, t)).sum()
+            # d loss / d logits is softmax minus one-hot.
+            p = p.sub_(lse).exp_().scatter_add_(1, t, torch.full_like(lse, -1)).to(logits.dtype)
+            gxs.copy_(p @ w)
+            # Added in place where that can be, without another matrix of its size.
+            gw = gw.addmm_(p.T, xs) if p.dtype == gw.dtype else gw.add_(p.T @ xs)
+        ctx.save_for_backward(gx, gw)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        gx, gw = ctx.saved_tensors
+        return gx.mul_(grad), gw.mul_(grad), None, None, None
+
+
 class GPT(nn.Module):
     """Token and position embeddings, n_layer blocks, a final norm, and the head tied to the token
     embedding: there is only one tensor for both. Raises ValueError for an impossible config."""
@@ -215,36 +241,9 @@ class GPT(nn.Module):
         """Mean nats per token of targets (B, T). `chunk`: tokens whose logits exist at once."""
         x, targets, V = self.hidden(idx).flatten(0, 1), targets.flatten(), self.config.vocab_size
         chunk = chunk or max(1, LOGITS_AT_ONCE[x.device.type] // V)
-        wide = torch.promote_types(x.dtype, torch.float32)
-
-        def summed(x, t):
-            return F.cross_entropy(self.head(x).to(wide), t, reduction="sum")
-
-        if len(x) <= chunk:
-            return summed(x, targets) / len(x)
-        plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
-        if plain and hasattr(F, "linear_cross_entropy"):  # torch >= 2.12: no recomputation
-            options, w = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk), self.wte.weight
-            bias = F.pad(w.new_zeros(V), (0, len(w) - V), value=-math.inf)  # faster than w[:V]
-            return F.linear_cross_entropy(x, w, targets, linear_bias=bias, options=options)
-        chunks = zip(x.split(chunk), targets.split(chunk), strict=True)
-        return sum(checkpoint(summed, *c, use_reentrant=False) for c in chunks) / len(x)
-
-    def crop(self, block_size: int) -> None:
-        """Shorten the context; an optimizer built before would keep the old tensor."""
-        if not 1 <= block_size <= self.config.block_size:
-            raise ValueError(f"block_size {block_size} must be 1 to {self.config.block_size}")
-        weight = self.wpe.weight[:block_size].detach().clone()
-        self.wpe = nn.Embedding.from_pretrained(weight, freeze=False)
-        self.config = replace(self.config, block_size=block_size)
-
-    def n_params(self) -> dict[str, int]:
-        """Parameters, the tied head counted once and the padding not at all."""
-        V, wte, wpe = self.config.vocab_size, self.wte.weight, self.wpe.weight
-        total = sum(p.numel() for p in self.parameters()) - wte[V:].numel()
-        return {
-            "total": total,
-            "without_positions": total - wpe.numel(),
-            "without_embeddings": total - wpe.numel() - wte[:V].numel(),
-            "norms": sum(p.numel() for name, p in self.named_parameters() if "ln_" in name),
-        }
+        if len(x) > chunk and torch.is_grad_enabled():
+            return HeadLoss.apply(x, self.wte.weight, targets, V, chunk) / len(x)
+        wide, total = torch.promote_types(x.dtype, torch.float32), 0.0
+        for xs, t in zip(x.split(chunk), targets.split(chunk), strict=True):
+            total = total + F.cross_entropy(self.head(xs).to(wide), t, reduction="sum")
+        return total / len(x)

@@ -21,7 +21,7 @@ import evaluate
 import runtime
 from config import TrainConfig
 from data import loader, prepare, tokenizer
-from metrics import RunLog, flops_per_token
+from metrics import RunLog, flops_per_token, n_params
 from model import GPT
 from optim import Optimizer, lr_at
 
@@ -69,7 +69,7 @@ class Run:
     @property
     def flops(self) -> int:
         """Floating-point operations per token."""
-        return flops_per_token(self.model.n_params()["without_positions"], self.model.config)
+        return flops_per_token(n_params(self.model)["without_positions"], self.model.config)
 
 
 @contextlib.contextmanager
@@ -184,7 +184,7 @@ def find_tokens(cfg: TrainConfig, device: torch.device) -> Path:
             raise
         with torch.device("meta"):
             vocab_size = 257 if cfg.data.tokenizer == "byte" else 50257
-            n = GPT(replace(cfg.model, vocab_size=vocab_size)).n_params()
+            n = n_params(GPT(replace(cfg.model, vocab_size=vocab_size)))
         tokens = cfg.run.steps * cfg.run.batch_tokens
         days = tokens * flops_per_token(n["without_positions"], cfg.model) / 1e11 / 86400
         raise ValueError(
@@ -207,7 +207,9 @@ def build_model(
             f"block_size {cfg.model.block_size} is longer than the {theirs.block_size} of "
             f"{source.folder}: take --block-size {theirs.block_size} or less"
         )
-    model.crop(cfg.model.block_size)
+    # Of a longer context the first positions stay, without the memory of the others.
+    positions = model.wpe.weight[: cfg.model.block_size].detach().clone()
+    model.wpe = torch.nn.Embedding.from_pretrained(positions, freeze=False)
     shape = {name: getattr(theirs, name) for name in ("vocab_size", *taken)}
     model.config = replace(cfg.model, **shape)
     for module in model.modules():
@@ -258,7 +260,7 @@ def prepare_loss(run: Run) -> float:
         trial(run.fast)
         seconds = trial(run.fast)
     except torch.OutOfMemoryError:
-        n = run.model.n_params()["total"]
+        n = n_params(run.model)["total"]
         raise ValueError(
             f"out of memory on {run.device}: weights, gradients and optimizer need "
             f"{16 * n / 1e9:.1f} GB, the rest grows with micro_batch × block_size = "
@@ -287,7 +289,7 @@ def start_log(run: Run, seconds: float) -> RunLog:
         "device": name,
         "dtype": str(run.dtype),
         "processes": run.processes.world_size,
-        "parameters": run.model.n_params(),
+        "parameters": n_params(run.model),
         "data": run.data,
     }
     log = RunLog(
@@ -308,7 +310,7 @@ def start_log(run: Run, seconds: float) -> RunLog:
 
 def describe(run: Run, device_name: str, seconds: float) -> Iterator[str]:
     """What a person wants to know before a run."""
-    r, o, T, n = run.cfg.run, run.optimizer, run.model.config.block_size, run.model.n_params()
+    r, o, T, n = run.cfg.run, run.optimizer, run.model.config.block_size, n_params(run.model)
     _, why = runtime.find_dtype(r.dtype, run.device)
     compiled = "not compiled" if isinstance(run.fast, runtime.Loss) else "compiled"
     yield f"device     {device_name}, {run.dtype} ({why}), {compiled}"

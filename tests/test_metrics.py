@@ -9,7 +9,7 @@ import torch
 
 import metrics
 from data.loader import replace_file
-from metrics import Meter, RunLog, Stopwatch, flops_per_token, mfu
+from metrics import Meter, RunLog, Stopwatch, flops_per_token, mfu, n_params
 from model import GPT, GPTConfig
 from runtime import Processes
 
@@ -61,7 +61,7 @@ def test_gpt2_small_costs_what_the_formula_says():
         small = GPT(GPTConfig(vocab_size=50304))
     # The number of the cases counts no biases of linear layers and norms (nanoGPT's bias=False).
     biases = sum(p.numel() for name, p in small.named_parameters() if name.endswith("bias"))
-    assert small.n_params()["without_positions"] - biases == 123_587_328
+    assert n_params(small)["without_positions"] - biases == 123_587_328
     assert flops_per_token(123_587_328, config) == 854_770_176
 
 

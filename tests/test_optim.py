@@ -294,18 +294,6 @@ def test_training_lowers_the_loss(kind):
     assert losses[-1] < 0.5
 
 
-def test_an_optimizer_built_after_crop_trains_the_new_positions():
-    model = GPT(TINY)
-    model.crop(8)
-    optimizer = Optimizer(model, OptimizerConfig())
-    assert optimizer.names[model.wpe.weight] == "wpe.weight"
-    before = weights(model)
-    idx = torch.randint(65, (2, 9))
-    model.loss(idx[:, :-1], idx[:, 1:]).backward()
-    optimizer.step(lr=1e-2)
-    assert (model.wpe.weight != before["wpe.weight"]).any(1).all()
-
-
 def test_one_step_moves_the_tied_matrix_once_for_both_uses():
     model = GPT(TINY)
     optimizer = Optimizer(model, OptimizerConfig(weight_decay=0.0))

@@ -397,6 +397,32 @@ def test_starting_from_weights_can_shorten_the_context_but_not_lengthen_it(
         train.train(tiny(corpus, tmp_path / "b", init_from=straight, block_size=32))
 
 
+def test_a_shortened_model_reads_short_sequences_as_before_and_learns_its_positions(
+    corpus, straight, tmp_path
+):
+    source, idx = checkpoint.load(str(straight)), torch.arange(18).view(2, 9)
+    before, order = (
+        source.model.eval()(idx[:, :8]),
+        [name for name, _ in source.model.named_parameters()],
+    )
+    cfg = tiny(corpus, tmp_path, block_size=8)
+    model, _, cfg = run_module.build_model(cfg, source)
+    assert torch.equal(model(idx[:, :8]), before)
+    assert model.config == cfg.model
+    assert cfg.model.block_size == 8
+    assert model.wpe.weight.untyped_storage().nbytes() == 4 * 8 * 32  # not a view of the old one
+    assert [name for name, _ in model.named_parameters()] == order
+    with pytest.raises(ValueError, match=r"\b9\b.*\b8\b"):
+        model(idx)
+    optimizer, positions = (
+        run_module.Optimizer(model, cfg.optimizer),
+        model.wpe.weight.detach().clone(),
+    )
+    model.loss(idx[:, :8], idx[:, 1:]).backward()
+    optimizer.step(lr=1e-2)
+    assert (model.wpe.weight != positions).any(1).all()
+
+
 def test_a_model_of_another_tokenizer_is_refused_with_both_named(corpus, tmp_path):
     big = tmp_path / "gpt2"
     small = dataclasses.replace(
