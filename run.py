@@ -149,26 +149,13 @@ def set_up(cfg: TrainConfig, processes: runtime.Processes, device: torch.device)
             processes.say("warning: other validation text: the best loss so far no longer counts")
     T = model.config.block_size
     model = model.to(device)
-    run = Run(
-        cfg=cfg,
-        processes=processes,
-        dtype=dtype,
-        model=model,
-        encoding=encoding,
-        optimizer=Optimizer(model, cfg.optimizer, float16=dtype == torch.float16),
-        batches=loader.Batches(
-            loader.Tokens(folder, "train", T),
-            seed=r.seed,
-            rows_per_step=r.batch_tokens // T,
-            rank=processes.rank,
-            world_size=processes.world_size,
-        ),
-        validation=loader.Tokens(folder, "val", T),
-        data=data,
-        record=record,
-    )
+    optimizer = Optimizer(model, cfg.optimizer, float16=dtype == torch.float16)
+    windows, validation = (loader.Tokens(folder, split, T) for split in ("train", "val"))
+    place = {"rank": processes.rank, "world_size": processes.world_size}
+    batches = loader.Batches(windows, seed=r.seed, rows_per_step=r.batch_tokens // T, **place)
     # The list of validation windows must not depend on how far a preparation has come.
-    run.validation.wait_for(r.eval_tokens // T)
+    validation.wait_for(r.eval_tokens // T)
+    run = Run(cfg, processes, dtype, model, encoding, optimizer, batches, validation, data, record)
     if resumed:
         run.optimizer.load_state(state)
         run.step = resumed.training["step"]
