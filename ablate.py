@@ -248,9 +248,14 @@ def work(tasks, results, stop, device: str, keep_weights: bool) -> None:
             results.put((name, f"{type(error).__name__}: {error}"))
 
 
-def train_all(cells: dict[str, TrainConfig], devices: list[str], keep_weights: bool) -> None:
-    """Train the cells that are not finished, side by side, a process per device. ValueError if one
-    of them can't be run; KeyboardInterrupt if one was stopped."""
+def train_all(
+    cells: dict[str, TrainConfig],
+    devices: list[str],
+    keep_weights: bool,
+    signals: runtime.StopSignals,
+) -> bool:
+    """Train the cells that are not finished, side by side, a process per device; False if a signal
+    stopped that. ValueError if one of them can't be run."""
     context = multiprocessing.get_context("spawn")
     tasks, results, stop = context.Queue(), context.Queue(), context.Event()
     to_do = {name: cell for name, cell in cells.items() if not finished(cell).exists()}
@@ -266,13 +271,14 @@ def train_all(cells: dict[str, TrainConfig], devices: list[str], keep_weights: b
             process.start()
         while to_do:
             bar.set_postfix_str(f"{len(cells) - len(to_do)} of {len(cells)} runs")
-            name, outcome = _next(results, processes)
+            name, outcome = _next(results, processes, signals)
             if outcome is False:
-                raise KeyboardInterrupt
+                return False
             if isinstance(outcome, str):
                 raise ValueError(f"run {name}: {outcome} (its log: {log_of(cells[name])})")
             bar.update(cost[name])
             del to_do[name]
+        return True
     finally:
         bar.close()
         stop.set()
@@ -284,9 +290,9 @@ def train_all(cells: dict[str, TrainConfig], devices: list[str], keep_weights: b
             process.join()
 
 
-def _next(results, processes: list) -> tuple[str, bool | str]:
-    """The next answer. ValueError if a process died without one."""
-    while True:
+def _next(results, processes: list, signals: runtime.StopSignals) -> tuple[str, bool | str]:
+    """The next answer, False after a signal. ValueError if a process died without one."""
+    while not signals.received:
         with contextlib.suppress(queue.Empty):
             return results.get(timeout=1)
         if dead := [p for p in processes if p.exitcode]:
@@ -294,6 +300,7 @@ def _next(results, processes: list) -> tuple[str, bool | str]:
                 f"a process that trained ended with exit code {dead[0].exitcode}; if memory was "
                 "short, take fewer --workers. The same command goes on"
             )
+    return "", False
 
 
 def devices_of(requested: str, workers: int | None, gpus: int, cores: int) -> list[str]:
@@ -435,11 +442,11 @@ def main(argv: list[str]) -> int:
     print(plan(cfg, cells, devices), flush=True)
     prepare.ensure(cfg.data.corpus, cfg.data.tokenizer, cfg.data.data_dir)
     with claimed(cfg):
-        try:
-            train_all(cells, devices, cfg.grid.keep_weights)
-        except KeyboardInterrupt:
+        with runtime.StopSignals() as signals:
+            done = train_all(cells, devices, cfg.grid.keep_weights, signals)
+        if not done:
             print("stopped; the same command goes on where it was", file=sys.stderr)
-            return 130
+            return 128 + (signals.received or signal.SIGTERM)
         write_report(cfg, cells)
     print(f"the report: {cfg.run.out_dir / 'report.md'}")
     return 0

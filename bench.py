@@ -785,10 +785,12 @@ def main(argv: list[str]) -> int:
             report = work(cfg)
         except runtime.CompileError as error:
             raise ValueError(str(error)) from None
+        written = ["bench.json", *(["scaling.csv", "scaling.png"] if cfg.scaling else [])]
         loader.replace_file(cfg.out_dir / "bench.json", json.dumps(report, indent=1) + "\n")
         if cfg.plot and "figures" in report:
             draw_figures(report, cfg.out_dir / "bench.png")
-    print(f"{report_text(report)}\nwrote {cfg.out_dir / 'bench.json'}")
+            written.append("bench.png")
+    print(f"{report_text(report)}\nwrote {', '.join(written)} into {cfg.out_dir}")
     return int(report.get("cuda_tests") == "failed")
 
 

@@ -1,6 +1,7 @@
 """Program: text from a checkpoint. `python sample.py RUN_OR_CHECKPOINT_OR_HUB_NAME`"""
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import config
 import runtime
 from data import tokenizer
 from model import GPT, KVCache
+
+SAMPLES_AT_ONCE = 64
 
 
 def pick(
@@ -64,6 +67,8 @@ def generate(
     T, device = model.config.block_size, model.wte.weight.device
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     rows, cache, was_training = [p[-T:] for p in prompts], None, model.training
+    if not all(rows):
+        raise ValueError("a prompt is empty: give it at least one id, such as <|endoftext|>'s")
     model.eval()
     try:
         for remaining in range(max_new_tokens, 0, -1):
@@ -165,7 +170,7 @@ class SampleConfig:
     top_p: float = 1.0
     """Only the likeliest tokens that together reach this probability."""
     num_samples: int = 1
-    """Samples per prompt, in one batch."""
+    """Samples per prompt."""
     seed: int = 1337
     """Sample n of any prompt is drawn with seed + n."""
     stop: tuple[str, ...] = ()
@@ -226,33 +231,25 @@ def main(argv: list[str]) -> int:
     loaded = checkpoint.load(cfg.target, cfg.which)
     model = loaded.model.to(device, getattr(torch, cfg.dtype))
     prompts = _prompt_ids(cfg, loaded.encoding, model.config.block_size)
-    rows = [p for p in prompts for _ in range(cfg.num_samples)]
-    end = [loaded.encoding.eot_token]
-    heads = ["" if p == end else tokenizer.decode(loaded.encoding, p) for p in rows]
-    seeds = [cfg.seed + n for _ in prompts for n in range(cfg.num_samples)]
-    pieces = stream(
-        model,
-        loaded.encoding,
-        rows,
-        seeds,
-        stop=tuple(map(_mended, cfg.stop)),
-        products=runtime.OneDNN(model, len(rows)),
-        max_new_tokens=cfg.max_new_tokens,
-        temperature=cfg.temperature,
-        top_k=cfg.top_k,
-        top_p=cfg.top_p,
-    )
-    if len(rows) == 1:
-        print(heads[0], end="", flush=True)
-        for (piece,) in pieces:
-            print(piece, end="", flush=True)
-        print()
-        return 0
-    texts = heads
-    for new in pieces:
-        texts = [text + piece for text, piece in zip(texts, new, strict=True)]
-    for n, text in enumerate(texts):
-        print(f"--- prompt {n // cfg.num_samples + 1}, sample {n % cfg.num_samples + 1}\n{text}")
+    end, total = [loaded.encoding.eot_token], len(prompts) * cfg.num_samples
+    names = ("max_new_tokens", "temperature", "top_k", "top_p")
+    options = {name: getattr(cfg, name) for name in names} | {"stop": tuple(map(_mended, cfg.stop))}
+    options["products"] = runtime.OneDNN(model, min(total, SAMPLES_AT_ONCE))
+    everything = itertools.product(range(len(prompts)), range(cfg.num_samples))
+    while group := list(itertools.islice(everything, SAMPLES_AT_ONCE)):
+        rows, seeds = [prompts[i] for i, _ in group], [cfg.seed + n for _, n in group]
+        texts = ["" if p == end else tokenizer.decode(loaded.encoding, p) for p in rows]
+        pieces = stream(model, loaded.encoding, rows, seeds, **options)
+        if total == 1:
+            print(texts[0], end="", flush=True)
+            for (piece,) in pieces:
+                print(piece, end="", flush=True)
+            print()
+            return 0
+        for new in pieces:
+            texts = [text + piece for text, piece in zip(texts, new, strict=True)]
+        for (i, n), text in zip(group, texts, strict=True):
+            print(f"--- prompt {i + 1}, sample {n + 1}\n{text}", flush=True)
     return 0
 
 

@@ -113,6 +113,8 @@ def read_meta(folder: Path) -> dict:
             f"{path} can't be read ({type(error).__name__}: {error}): prepare the corpus again "
             "with --force"
         ) from None
+    if meta.get("complete", True) and not shards:
+        raise ValueError(f"{path} names no shards: prepare the corpus again with --force")
     for name, tokens in shards.items():
         if not (folder / name).exists():
             raise ValueError(f"{folder / name} is missing; prepare the corpus again with --force")

@@ -70,11 +70,12 @@ def few_initial_rows() -> list[dict]:
     return rows + initial.gradients(shape, depths=(2, 3), seeds=(0,))
 
 
-def one_after_the_other(cells, devices, keep_weights) -> None:
+def one_after_the_other(cells, devices, keep_weights, signals) -> bool:
     """What several processes do side by side, as a plain loop."""
     for cell in cells.values():
         if not (cell.run.out_dir / "result.json").exists():
             assert ablate.run_cell(replace(cell, run=replace(cell.run, device="cpu")), keep_weights)
+    return True
 
 
 def call(argv: list[str], *, processes: bool = False, draws: bool = False) -> int:
@@ -583,17 +584,27 @@ def test_an_ablation_killed_three_times_has_the_results_of_an_uninterrupted_one(
     assert resumed
 
 
+def ctrl_c(process):
+    os.killpg(process.pid, signal.SIGINT)  # the terminal sends it to all processes at once
+
+
 @pytest.mark.slow
-def test_ctrl_c_saves_and_says_that_the_same_command_goes_on(corpus, tmp_path):  # noqa: F811
-    """The terminal sends it to all processes at once; the one that was trained is saved. The runs
-    that are left are more than a pipe holds: leaving once waited until somebody took them."""
+@pytest.mark.parametrize(("stop", "code"), [(ctrl_c, 130), (subprocess.Popen.terminate, 143)])
+def test_a_signal_saves_and_says_that_the_same_command_goes_on(
+    stop,
+    code,
+    corpus,  # noqa: F811
+    tmp_path,
+):
+    """The run that was trained is saved. Those that are left are more than a pipe holds: leaving
+    once waited until somebody took them."""
     seeds = list(range(200))
     argv = options(corpus, tmp_path / "x", steps=100000, lr=[1e-2], seed=seeds)
     process = start(argv)
     wait_until(lambda: under_way(tmp_path / "x", {}), process)
-    os.killpg(process.pid, signal.SIGINT)
+    stop(process)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "stopped; the same command goes on where it was" in error
     assert "Traceback" not in error
     (run,) = [p for p in (tmp_path / "x" / "runs").iterdir() if p.is_dir()]

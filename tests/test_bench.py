@@ -298,6 +298,7 @@ def test_a_run_beside_transformers_and_a_checkout(tmp_path, capsys):
     assert speeds["sampling, batch 16, float32"]["limit"] == pytest.approx(16 * 1e10 / weights)
     assert_the_table_is_in_the_file(report, out)
     assert (out_dir / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert out.endswith(f"wrote bench.json, bench.png into {out_dir}\n")
 
 
 @pytest.mark.usefixtures("quick")
@@ -323,6 +324,7 @@ def test_scaling_writes_a_table_and_a_picture(n_layer, points, tmp_path, capsys)
     assert {r["axis"] for r in table} == {"parameters", "block_size", "micro_batch"}
     assert out.count("\nparameters ") == points - 8
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert out.endswith(f"wrote bench.json, scaling.csv, scaling.png into {tmp_path}\n")
 
 
 @pytest.mark.usefixtures("quick")

@@ -483,10 +483,16 @@ def counts_in_words(folder: Path) -> None:
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
+def names_no_shards(folder: Path) -> None:
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    (folder / "meta.json").write_text(json.dumps(meta | {"shards": []}), encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
         (is_gone, "meta.json"),
+        (names_no_shards, "meta.json"),
         (is_empty, "meta.json"),
         (is_other_json, "meta.json"),
         (counts_in_words, "meta.json"),

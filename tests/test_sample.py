@@ -304,6 +304,11 @@ def test_dropout_is_off_while_sampling():
     )
 
 
+def test_a_prompt_without_an_id_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        next(sample.generate(random_model(), [[1], []], [0, 0], max_new_tokens=1))
+
+
 def test_the_prompts_given_stay_as_they_were():
     prompts = [random_ids(3), random_ids(20)]
     copies = [list(p) for p in prompts]
@@ -553,7 +558,11 @@ def test_the_end_mark_inside_a_prompt_is_the_end_mark(program, folder):
     assert out == "a<|endoftext|>b" + continuation(folder, [97, 256, 98]) + "\n"
 
 
-def test_several_prompts_and_samples_come_labelled_each_as_it_would_alone(program, folder):
+@pytest.mark.parametrize("at_once", [64, 3, 1])
+def test_several_prompts_and_samples_come_labelled_each_as_it_would_alone(
+    at_once, program, folder, monkeypatch
+):
+    monkeypatch.setattr(sample, "SAMPLES_AT_ONCE", at_once)
     code, out, _ = program(
         "--max-new-tokens=12", "--prompt", "abc", "defghijk", "--num-samples", "2", "--seed=5"
     )
