@@ -159,7 +159,8 @@ class Block(nn.Module):
 
 class HeadLoss(torch.autograd.Function):
     """Cross-entropy of x (N, C) by the tied head w (padded V, C) and targets (N,), summed, in nats.
-    The gradients are computed with it, so that no chunk's logits are kept or made again."""
+    The gradients are computed with it, so that no chunk's logits are kept or made again (as in
+    Hsu et al. 2024, Liger Kernel)."""
 
     @staticmethod
     def forward(ctx, x, w, targets, V: int, chunk: int) -> torch.Tensor:
