@@ -377,9 +377,10 @@ def markdown(rows: list[dict], initial: list[dict], setting: str) -> str:
         "",
         f"{len(rows)} runs, with {len(r.seeds)} seed(s); all arms of a seed share their initial "
         f"draws and their batches. {setting} Losses are in nats per token of the validation text. "
-        f"A run has diverged if it is not finite or ends above {entropy:.3f}, the entropy of that "
-        "text's own token frequencies: then it has learned nothing from the context. Every number "
-        "here follows from `results.csv` and `init.csv` beside this file.",
+        f"A run counts as diverged if it is not finite or ends above {entropy:.3f}, the entropy of "
+        "that text's own token frequencies: it has learned nothing from the context then, be the "
+        "rate too high or the steps too few. Every number here follows from `results.csv` and "
+        "`init.csv` beside this file.",
         "",
         "## What the runs say",
         "",

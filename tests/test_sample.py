@@ -60,7 +60,7 @@ def test_packed_weights_are_those_of_all_linear_layers_and_are_used():
     products = runtime.OneDNN(model, 1)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     assert products.packed.keys() == {*matrices} - {model.wpe.weight}
-    with torch.no_grad(), torch.profiler.profile() as profile, products:
+    with torch.no_grad(), torch.profiler.profile(acc_events=True) as profile, products:
         model(torch.tensor([random_ids(5, 1)]))
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["mkldnn::_linear_pointwise"] == 4 * SMALL.n_layer + 1
