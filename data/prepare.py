@@ -31,11 +31,11 @@ from data import corpora, loader, tokenizer
 from data.writer import Preparation
 
 PIECE_BYTES = 1 << 18
-# Up to the last place between a character and the blank after it, where GPT-2's pattern always ends
-# a piece: a visible ASCII character, or another one that is no blank in UTF-8.
-BEFORE_BLANK = re.compile(
-    rb"(?s).*[!-~\x80-\xff](?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])"
-    rb"(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)(?=[ \t\r\n])"
+# Read backwards: a blank and, before it, a visible ASCII character or another one that is no blank
+# in UTF-8. There GPT-2's pattern always ends a piece.
+LAST_BLANK = re.compile(
+    rb"[ \t\r\n](?=[!-~\x80-\xff])"
+    rb"(?![\x85\xa0]\xc2|\x80\x9a\xe1|[\x80-\x8a\xa8\xa9\xaf]\x80\xe2|\x9f\x81\xe2|\x80\x80\xe3)"
 )
 SNAPSHOT_SECONDS = 5.0
 SHARD_TOKENS = 100_000_000
@@ -70,8 +70,8 @@ def _cut(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _last_cut(text: bytes) -> int:
-    if found := BEFORE_BLANK.match(text):
-        return found.end()
+    if found := LAST_BLANK.search(text[::-1]):
+        return len(text) - found.end()
     # Text without blanks must be cut somewhere too: only then may a token be split.
     if len(text) < 2 * PIECE_BYTES:
         return 0
