@@ -15,8 +15,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
-# At most this many logits exist at once while the loss is computed (bytes: times 2 or 4).
-LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**29, "mps": 2**25}
+# At most this many logits exist at once while the loss is computed: 4 bytes each, or 6 in bfloat16.
+LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**29}
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class GPTConfig:
     n_embd: int = 768
     """Width of the residual stream, in channels."""
     dropout: float = 0.0
-    """Probability of dropping an element of a branch's output; never of the stream itself."""
+    """Probability of dropping an element of a branch's output; GPT-2 also dropped elsewhere."""
     post_ln: bool = False
     """Norm after the addition, as in the first Transformer, instead of on the branch's input."""
     final_norm: bool | None = None
@@ -160,7 +160,7 @@ class Block(nn.Module):
 class HeadLoss(torch.autograd.Function):
     """Cross-entropy of x (N, C) by the tied head w (padded V, C) and targets (N,), summed, in nats.
     The gradients are computed with it, so that no chunk's logits are kept or made again (as in
-    Hsu et al. 2024, Liger Kernel)."""
+    Hsu et al. 2024, Liger Kernel), and scaled in place: they can be used once."""
 
     @staticmethod
     def forward(ctx, x, w, targets, V: int, chunk: int) -> torch.Tensor:
@@ -168,26 +168,26 @@ class HeadLoss(torch.autograd.Function):
         for xs, t, gxs in zip(*(a.split(chunk) for a in (x, targets[:, None], gx)), strict=True):
             logits = F.linear(xs, w)
             logits[:, V:] = -math.inf
-            p = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            lse = p.logsumexp(-1, keepdim=True)
-            total = total + (lse - p.gather(1, t)).sum()
-            # d loss / d logits is softmax minus one-hot.
-            p = p.sub_(lse).exp_().scatter_add_(1, t, torch.full_like(lse, -1)).to(logits.dtype)
-            gxs.copy_(p @ w)
-            # Added in place where that can be, without another matrix of its size.
-            gw = gw.addmm_(p.T, xs) if p.dtype == gw.dtype else gw.add_(p.T @ xs)
+            g = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float32: the same
+            lse = g.logsumexp(-1, keepdim=True)
+            total = total + (lse - g[:, :V].gather(1, t)).sum()
+            # The gradient by the logits: softmax minus one-hot. addmm_ makes nothing of gw's size.
+            g = g.sub_(lse).exp_().scatter_add_(1, t, torch.full_like(lse, -1)).to(logits.dtype)
+            gxs.copy_(g @ w)  # a part of gx
+            gw = gw.addmm_(g.T, xs) if g.dtype == gw.dtype else gw.add_(g.T @ xs)
         ctx.save_for_backward(gx, gw)
         return total
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: torch.Tensor):
         gx, gw = ctx.saved_tensors
         return gx.mul_(grad), gw.mul_(grad), None, None, None
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, n_layer blocks, a final norm, and the head tied to the token
-    embedding: there is only one tensor for both. Raises ValueError for an impossible config."""
+    """Token and position embeddings, n_layer blocks, with pre-LN a final norm, and the head tied to
+    the token embedding: one tensor for both. Raises ValueError for an impossible config."""
 
     def __init__(self, config: GPTConfig, seed: int = 0):
         super().__init__()
@@ -239,9 +239,9 @@ class GPT(nn.Module):
         return self.head(self.hidden(idx, cache))
 
     def loss(self, idx: torch.Tensor, targets: torch.Tensor, chunk: int | None = None):
-        """Mean nats per token of targets (B, T). `chunk`: tokens whose logits exist at once."""
+        """Mean nats per token of targets (B, T) < V. `chunk`: tokens whose logits exist at once."""
         x, targets, V = self.hidden(idx).flatten(0, 1), targets.flatten(), self.config.vocab_size
-        chunk = chunk or max(1, LOGITS_AT_ONCE[x.device.type] // V)
+        chunk = chunk or max(1, LOGITS_AT_ONCE.get(x.device.type, 2**25) // V)
         if len(x) > chunk and torch.is_grad_enabled():
             return HeadLoss.apply(x, self.wte.weight, targets, V, chunk) / len(x)
         wide, total = torch.promote_types(x.dtype, torch.float32), 0.0

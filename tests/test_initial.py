@@ -225,3 +225,28 @@ def test_the_papers_head_has_rows_of_unit_length():
     want = model.h[-1].mlp.c_proj.weight.grad.norm().item()
     rows = by_series(initial.gradients(SMALL, depths=(3,), seeds=(0,)), "gradients")
     assert rows["post, xavier"][3] == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("depth", [6, 24])
+@pytest.mark.parametrize("scale", [1, 5, 35])
+def test_pre_lns_last_gradient_is_larger_as_the_final_norms_input_is_smaller(depth, scale):
+    """The last matrix's gradient passes the last norm alone, which divides it by the root mean
+    square of what it reads: small embeddings leave that small in pre-LN, and 1 in post-LN."""
+    norms, sizes = [], []
+    for post_ln in (False, True):
+        model = GPT(dataclasses.replace(SHAPE, n_layer=depth, post_ln=post_ln))
+        head = model.wte.weight[: SHAPE.vocab_size].detach().clone()
+        with torch.no_grad():
+            model.wte.weight.mul_(scale)
+            model.wpe.weight.mul_(scale)
+        last = model.h[-1].ln_2 if post_ln else model.ln_f
+        last.register_forward_pre_hook(lambda _, x: sizes.append(x[0].square().mean().sqrt()))
+        idx, targets = torch.randint(SHAPE.vocab_size, (2, 8, SHAPE.block_size))
+        logits = torch.nn.functional.linear(model.hidden(idx), head).flatten(0, 1)
+        torch.nn.functional.cross_entropy(logits, targets.flatten()).backward()
+        norms.append(model.h[-1].mlp.c_proj.weight.grad.norm())
+    ratio = (norms[0] / norms[1]).item()
+    assert ratio == pytest.approx((sizes[1] / sizes[0]).item(), rel=0.1)
+    if (depth, scale) == (24, 1):
+        assert sizes[0].item() == pytest.approx(0.29, abs=0.01)
+        assert ratio == pytest.approx(3.5, abs=0.2)

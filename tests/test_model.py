@@ -14,7 +14,7 @@ from torch.autograd.functional import jacobian
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metrics import n_params
-from model import GPT, MLP, Block, GPTConfig, KVCache
+from model import GPT, MLP, Block, GPTConfig, HeadLoss, KVCache
 
 SMALL = GPTConfig()
 LAYOUTS = pytest.mark.parametrize("post_ln", [False, True], ids=["pre-LN", "post-LN"])
@@ -613,13 +613,26 @@ def test_a_chunked_loss_in_bfloat16_is_the_plain_one_to_its_precision():
         assert (a - c).norm() <= 1.5 * (b - c).norm() + 1e-3 * c.norm()
 
 
-def test_a_second_backward_pass_is_refused_and_never_wrong():
-    """The gradients are scaled in place, so they can be used once."""
+def test_gradients_are_used_once_and_never_wrong():
     model = lively(TINY)
     loss = model.loss(tokens(2, 16), tokens(2, 16, seed=5), chunk=7)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+    x, targets = stream(B=1, T=20)[0].requires_grad_(), tokens(1, 20)[0]
+    loss = HeadLoss.apply(x, model.wte.weight.float(), targets, 65, 7)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("target", [65, 127, -1])
+def test_targets_beyond_the_vocabulary_are_refused_also_within_its_padding(target, chunk):
+    targets = tokens(2, 16, seed=5)
+    targets[1, 3] = target
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        lively(TINY).loss(tokens(2, 16), targets, chunk=chunk)
 
 
 def logits_in_memory(model, *args):
