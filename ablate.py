@@ -12,7 +12,6 @@ import json
 import math
 import multiprocessing
 import os
-import queue
 import shutil
 import signal
 import sys
@@ -22,6 +21,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -223,10 +223,11 @@ def _run_claimed(cell: TrainConfig, keep_weights: bool) -> bool:
     return True
 
 
-def work(tasks, results, stop, device: str, keep_weights: bool) -> None:
-    """A process that trains runs until there are none left, or `stop` is set. It answers each with
-    its name and whether it was finished, or with what went wrong. When its parent is gone, it saves
-    and ends."""
+def work(parent_end: Connection, device: str, keep_weights: bool) -> None:
+    """A process that trains the runs it is sent until the other end is closed. It answers each with
+    its name and whether it was finished, or with what went wrong. A SIGTERM ends it, as does the
+    end of its parent: a run is saved before. Nothing is shared, so nobody waits for what a killed
+    one held."""
     parent = multiprocessing.parent_process()
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C is the parent's: with its SIGTERM it would be a second signal
@@ -236,16 +237,18 @@ def work(tasks, results, stop, device: str, keep_weights: bool) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # its own would be a semaphore that a kill leaves behind
     if device == "cpu":
         torch.set_num_threads(1)
-    # A signal ends one run, or nothing at all if it comes after the last step: so ask, too.
-    while parent.is_alive() and not stop.is_set() and (task := tasks.get()):
-        name, cell = task
-        cell = replace(cell, run=replace(cell.run, device=device))
-        try:
-            results.put((name, run_cell(cell, keep_weights)))
-        except (ValueError, OSError, RuntimeError) as error:
-            results.put((name, f"{type(error).__name__}: {error}"))
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            name, cell = parent_end.recv()
+            cell = replace(cell, run=replace(cell.run, device=device))
+            try:
+                outcome = run_cell(cell, keep_weights)
+            except (ValueError, OSError, RuntimeError) as error:
+                outcome = f"{type(error).__name__}: {error}"
+            parent_end.send((name, outcome))
 
 
 def train_all(
@@ -257,50 +260,58 @@ def train_all(
     """Train the cells that are not finished, side by side, a process per device; False if a signal
     stopped that. ValueError if one of them can't be run."""
     context = multiprocessing.get_context("spawn")
-    tasks, results, stop = context.Queue(), context.Queue(), context.Event()
     to_do = {name: cell for name, cell in cells.items() if not finished(cell).exists()}
-    for task in [*to_do.items(), *(None for _ in devices)]:
-        tasks.put(task)
-    arguments = [(tasks, results, stop, device, keep_weights) for device in devices[: len(to_do)]]
-    processes = [context.Process(target=work, args=a, daemon=True) for a in arguments]
+    tasks, left = iter(list(to_do.items())), len(to_do)
     cost = {name: cell.model.n_layer * cell.run.steps for name, cell in cells.items()}
     bar = tqdm(total=sum(cost.values()), disable=None, bar_format=BAR)
     bar.update(sum(cost.values()) - sum(cost[name] for name in to_do))
+    processes: dict[Connection, multiprocessing.Process] = {}
     try:
-        for process in processes:
-            process.start()
-        while to_do:
-            bar.set_postfix_str(f"{len(cells) - len(to_do)} of {len(cells)} runs")
-            name, outcome = _next(results, processes, signals)
-            if outcome is False:
-                return False
-            if isinstance(outcome, str):
-                raise ValueError(f"run {name}: {outcome} (its log: {log_of(cells[name])})")
-            bar.update(cost[name])
-            del to_do[name]
-        return True
+        for device in devices[: len(to_do)]:
+            ours, theirs = context.Pipe()
+            arguments = (theirs, device, keep_weights)
+            processes[ours] = context.Process(target=work, args=arguments, daemon=True)
+            processes[ours].start()
+            theirs.close()
+            ours.send(next(tasks))
+        busy = {*processes}
+        while busy and not signals.received:
+            bar.set_postfix_str(f"{len(cells) - left} of {len(cells)} runs")
+            for end in wait(busy, timeout=1):
+                name, outcome = _answer(end, processes[end])
+                if outcome is False:
+                    return False
+                if isinstance(outcome, str):
+                    raise ValueError(f"run {name}: {outcome} (its log: {log_of(cells[name])})")
+                bar.update(cost[name])
+                left -= 1
+                if bar.disable:  # no terminal: a line now and then
+                    print(f"{len(cells) - left} of {len(cells)} runs", flush=True)
+                if task := next(tasks, None):
+                    end.send(task)
+                else:
+                    busy.remove(end)
+        return not signals.received
     finally:
         bar.close()
-        stop.set()
-        tasks.cancel_join_thread()  # or leaving would wait until somebody took the rest
-        for process in processes:
+        for end, process in processes.items():
+            end.close()
             if process.is_alive():
                 process.terminate()  # a run in progress saves before it ends
-        for process in processes:
+        for process in processes.values():
             process.join()
 
 
-def _next(results, processes: list, signals: runtime.StopSignals) -> tuple[str, bool | str]:
-    """The next answer, False after a signal. ValueError if a process died without one."""
-    while not signals.received:
-        with contextlib.suppress(queue.Empty):
-            return results.get(timeout=1)
-        if dead := [p for p in processes if p.exitcode]:
-            raise ValueError(
-                f"a process that trained ended with exit code {dead[0].exitcode}; if memory was "
-                "short, take fewer --workers. The same command goes on"
-            )
-    return "", False
+def _answer(end: Connection, process: multiprocessing.Process) -> tuple[str, bool | str]:
+    """What a process answers. ValueError if it died without that."""
+    try:
+        return end.recv()
+    except (EOFError, ConnectionError):
+        process.join()
+        raise ValueError(
+            f"a process that trained ended with exit code {process.exitcode}; if memory was "
+            "short, take fewer --workers. The same command goes on"
+        ) from None
 
 
 def devices_of(requested: str, workers: int | None, gpus: int, cores: int) -> list[str]:

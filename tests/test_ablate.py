@@ -605,8 +605,7 @@ def test_a_signal_saves_and_says_that_the_same_command_goes_on(
     stop(process)
     _, error = process.communicate(timeout=60)
     assert process.returncode == code
-    assert "stopped; the same command goes on where it was" in error
-    assert "Traceback" not in error
+    assert error == "stopped; the same command goes on where it was\n"
     (run,) = [p for p in (tmp_path / "x" / "runs").iterdir() if p.is_dir()]
     assert list(run.glob("step_*"))
     assert not (tmp_path / "x" / "report.md").exists()
@@ -638,26 +637,30 @@ def test_a_finished_run_that_is_damaged_is_named_with_what_to_do(
         ablate.measured(cells)
 
 
-class Queue(list):
-    """As multiprocessing's, for one process."""
-
-    def get(self, timeout=None):
-        return self.pop(0)
-
-    def put(self, item):
-        self.append(item)
-
-
-def test_a_worker_that_is_stopped_takes_no_further_run(corpus, tmp_path, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("outcome", [False, True])
+def test_a_worker_whose_parent_has_closed_its_end_takes_no_further_run(
+    outcome,
+    corpus,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
     """A signal during the first run, or after its last step: it once went on with the second."""
-    for outcome in (False, True):
-        stop, results = threading.Event(), Queue()
-        monkeypatch.setattr(ablate, "run_cell", lambda *_, o=outcome, s=stop: s.set() or o)
-        monkeypatch.setattr(multiprocessing, "parent_process", lambda: ALIVE)
-        monkeypatch.setattr(os, "setpgrp", lambda: None)
-        cells = grid(corpus, tmp_path, lr=[1e-2]).cells()
-        ablate.work(Queue([*cells.items(), None]), results, stop, "cpu", False)
-        assert results == [(next(iter(cells)), outcome)]
+    ours, theirs = multiprocessing.Pipe()
+    trained = []
+
+    def run_cell(cell, _):
+        trained.append(cell.run.out_dir.name)
+        ours.close()
+        return outcome
+
+    monkeypatch.setattr(ablate, "run_cell", run_cell)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: ALIVE)
+    monkeypatch.setattr(os, "setpgrp", lambda: None)
+    cells = grid(corpus, tmp_path, lr=[1e-2]).cells()
+    for task in list(cells.items())[:2]:
+        ours.send(task)
+    ablate.work(theirs, "cpu", False)
+    assert trained == [next(iter(cells))]
 
 
 class Alive:
@@ -665,9 +668,6 @@ class Alive:
 
     def join(self):
         threading.Event().wait()
-
-    def is_alive(self):
-        return True
 
 
 ALIVE = Alive()
