@@ -405,14 +405,8 @@ def measured(cells: dict[str, TrainConfig]) -> tuple[list[dict], dict[tuple, lis
 
 def initial_rows() -> list[dict]:
     """What is measured without training, on random tokens, 128 wide."""
-    shape = GPTConfig(
-        vocab_size=257,
-        block_size=64,
-        n_layer=24,
-        n_head=4,
-        n_embd=128,
-        init_std=0.02 * math.sqrt(768 / 128),
-    )
+    std = 0.02 * math.sqrt(768 / 128)
+    shape = GPTConfig(257, block_size=64, n_layer=24, n_head=4, n_embd=128, init_std=std)
     return [*initial.lesson(), *initial.stream(shape), *initial.gradients(shape)]
 
 

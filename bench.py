@@ -134,6 +134,8 @@ class BenchConfig:
         if "sampling" in self.parts and not modes and PROMPT + self.sample_tokens > m.block_size:
             room = m.block_size - PROMPT
             found.append(f"sample_tokens must be at most block_size - {PROMPT} = {room}")
+        if self.plot and (self.scaling or self.plan):
+            found.append("plot draws what a plain run measures: leave it out here")
         if self.scaling and m.block_size % 8:
             found.append(f"block_size must be a multiple of 8 for --scaling, got {m.block_size}")
         return found
@@ -572,9 +574,7 @@ def measure(cfg: BenchConfig) -> dict:
 
 
 def full(cfg: BenchConfig) -> dict:
-    """The CUDA tests, the throughput, both kinds of blocks trained. ValueError without a GPU."""
-    if runtime.find_device(cfg.device).type != "cuda":
-        raise ValueError("--full needs a CUDA device: leave it out where there is none")
+    """The CUDA tests, the throughput, both kinds of blocks trained."""
     if used := [name for name in ("pre", "post") if (cfg.out_dir / name).exists()]:
         raise ValueError(
             f"{cfg.out_dir} holds {' and '.join(used)} already: take another --out-dir"
@@ -721,9 +721,14 @@ def report_text(report: dict) -> str:
     lines = [", ".join(f"{k} {v}" for k, v in report.get("machine", {}).items())]
     if "cuda_tests" in report:
         lines.append(f"CUDA tests: {report['cuda_tests']}")
-    if report.get("figures"):
-        lines.append("medians (quartiles); to X: how many times as good as X's, 1 being equal")
-        lines.append("a loss in chunks, as ours on a CPU, has the head's gradients in its forward")
+    if figures := report.get("figures"):
+        about = (
+            "{n_layer} layers of {n_embd}, {micro_batch} × {block_size} {tokenizer} tokens a step"
+        )
+        lines.append(about.format(**report["options"]) + "; medians (quartiles)")
+        if any(len(f["of"]) > 1 for f in figures):
+            lines.append("to X: how many times as good as X's, 1 being equal; a loss in chunks, as")
+            lines.append("ours may be, has the head's gradients in its forward")
     tables = [map(figure_row, report.get("figures", []))]
     tables += [report.get(key, []) for key in ("scaling", "plan", "runs")]
     lines += [table_of(rows) for rows in map(list, tables) if rows]
@@ -779,18 +784,23 @@ def main(argv: list[str]) -> int:
         import_transformers()
     if cfg.vs_checkout:
         import_checkout(cfg.vs_checkout)
+    if cfg.full and runtime.find_device(cfg.device).type != "cuda":
+        raise ValueError("--full needs a CUDA device: leave it out where there is none")
     work = next((mode for mode in (full, scaling, plan) if getattr(cfg, mode.__name__)), measure)
     with alone_in(cfg.out_dir, "bench.py is running"):
         try:
             report = work(cfg)
         except runtime.CompileError as error:
             raise ValueError(str(error)) from None
-        written = ["bench.json", *(["scaling.csv", "scaling.png"] if cfg.scaling else [])]
+        names = [
+            "bench.json",
+            *["bench.png"] * cfg.plot,
+            *["scaling.csv", "scaling.png"] * cfg.scaling,
+        ]
         loader.replace_file(cfg.out_dir / "bench.json", json.dumps(report, indent=1) + "\n")
-        if cfg.plot and "figures" in report:
+        if cfg.plot:
             draw_figures(report, cfg.out_dir / "bench.png")
-            written.append("bench.png")
-    print(f"{report_text(report)}\nwrote {', '.join(written)} into {cfg.out_dir}")
+    print(f"{report_text(report)}\nwrote {', '.join(names)} into {cfg.out_dir}")
     return int(report.get("cuda_tests") == "failed")
 
 

@@ -49,14 +49,8 @@ def _ends(end: int) -> dict:
 
 def _hub_config(config: GPTConfig, end: int) -> dict:
     """config.json as transformers, vLLM and llama.cpp's converter read it."""
-    shape = {
-        "vocab_size": config.vocab_size,
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,
-        "n_embd": config.n_embd,
-        "n_head": config.n_head,
-        "n_layer": config.n_layer,
-    }
+    shape = {name: getattr(config, name) for name in ("vocab_size", "n_embd", "n_head", "n_layer")}
+    shape |= dict.fromkeys(("n_positions", "n_ctx"), config.block_size)
     tokens = _ends(end)
     plain = not config.post_ln and config.norm == "layernorm" and config.has_final_norm
     if not plain:
@@ -156,6 +150,8 @@ def from_hub(config: GPTConfig, tensors: dict[str, torch.Tensor]) -> GPT:
         raise ValueError(f"the weights do not fit the config: {'; '.join(notes[:8])}{more}")
     state = {n: (t.t() if TRANSPOSED.search(n) else t).float() for n, t in tensors.items()}
     state = {n: t.contiguous() for n, t in state.items()}
+    if bad := [name for name, t in state.items() if not t.isfinite().all()]:
+        raise ValueError(f"the weights are not finite (first {bad[0]}): take another checkpoint")
     padding = config.padded_vocab - config.vocab_size
     state["wte.weight"] = torch.nn.functional.pad(state["wte.weight"], (0, 0, 0, padding))
     model.load_state_dict(state, assign=True)

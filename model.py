@@ -158,9 +158,8 @@ class Block(nn.Module):
 
 
 class HeadLoss(torch.autograd.Function):
-    """Cross-entropy of x (N, C) by the tied head w (padded V, C) and targets (N,), summed, in nats.
-    The gradients are computed with it, so that no chunk's logits are kept or made again (as in
-    Hsu et al. 2024, Liger Kernel), and scaled in place: they can be used once."""
+    """Summed cross-entropy in nats of x (N, C) by the head w (padded V, C) and targets (N,). The
+    gradients come with it, for use once: no logits are kept or made again (Hsu et al. 2024)."""
 
     @staticmethod
     def forward(ctx, x, w, targets, V: int, chunk: int) -> torch.Tensor:
@@ -169,10 +168,11 @@ class HeadLoss(torch.autograd.Function):
             logits = F.linear(xs, w)
             logits[:, V:] = -math.inf
             g = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float32: the same
-            lse = g.logsumexp(-1, keepdim=True)
-            total = total + (lse - g[:, :V].gather(1, t)).sum()
+            picked = g.sub_(g.amax(-1, keepdim=True))[:, :V].gather(1, t)
+            sums = g.exp_().sum(-1, keepdim=True)
+            total = total + (sums.log() - picked).sum()
             # The gradient by the logits: softmax minus one-hot. addmm_ makes nothing of gw's size.
-            g = g.sub_(lse).exp_().scatter_add_(1, t, torch.full_like(lse, -1)).to(logits.dtype)
+            g = g.div_(sums).scatter_add_(1, t, torch.full_like(sums, -1)).to(logits.dtype)
             gxs.copy_(g @ w)  # a part of gx
             gw = gw.addmm_(g.T, xs) if g.dtype == gw.dtype else gw.add_(g.T @ xs)
         ctx.save_for_backward(gx, gw)

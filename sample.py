@@ -235,7 +235,7 @@ def main(argv: list[str]) -> int:
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     options = {name: getattr(cfg, name) for name in names} | {"stop": tuple(map(_mended, cfg.stop))}
     options["products"] = runtime.OneDNN(model, min(total, SAMPLES_AT_ONCE))
-    everything = itertools.product(range(len(prompts)), range(cfg.num_samples))
+    everything = ((i, n) for i in range(len(prompts)) for n in range(cfg.num_samples))
     while group := list(itertools.islice(everything, SAMPLES_AT_ONCE)):
         rows, seeds = [prompts[i] for i, _ in group], [cfg.seed + n for _, n in group]
         texts = ["" if p == end else tokenizer.decode(loaded.encoding, p) for p in rows]

@@ -56,7 +56,8 @@ class NeedsDownload(ValueError):
 
 
 def _cut(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """A document's UTF-8 in bounded pieces whose ids, laid end to end, are the whole's ids."""
+    """A document's UTF-8 in bounded pieces whose ids, laid end to end, are the whole's ids, but
+    where half a megabyte has no place to cut: there a token may become two."""
     rest = b""
     for chunk in chunks:
         # A row of a dataset comes as one chunk, whatever its length.
@@ -72,7 +73,6 @@ def _cut(chunks: Iterable[bytes]) -> Iterator[bytes]:
 def _last_cut(text: bytes) -> int:
     if found := LAST_BLANK.search(text[::-1]):
         return len(text) - found.end()
-    # Text without blanks must be cut somewhere too: only then may a token be split.
     if len(text) < 2 * PIECE_BYTES:
         return 0
     last = range(len(text) - 1, len(text) - 4, -1)  # a character has at most four bytes
@@ -403,6 +403,8 @@ def main(argv: list[str]) -> int:
     cfg = config.parse(
         PrepareConfig, argv, prog="python -m data.prepare", description=__doc__, preset=False
     )
+    if cfg.inspect and cfg.corpus:
+        raise ValueError(f"--inspect prepares nothing: leave out {cfg.corpus}")
     if cfg.inspect:
         for line in inspect(cfg.inspect):
             print(line)

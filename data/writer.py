@@ -145,9 +145,12 @@ class Preparation:
         path = self.folder / "meta.json"
         try:
             self.place, self.meta = old["progress"]["place"], old
-            numbers = self.place["document"], self.place["piece"]
+            parts = [*old["shards"], *filter(None, old["progress"]["opened"].values())]
+            numbers = [old["empty_documents"], old["replaced_invalid_utf8"]]
+            numbers += [part[k] for part in parts for k in ("tokens", "documents", "bytes")]
+            numbers += [self.place["document"], self.place["piece"]]
             if not all(type(n) is int and n >= 0 for n in numbers):
-                raise ValueError(f"{path} names no place to go on: {self.place}")
+                raise ValueError(f"{path} has counts or a place that are no numbers")
             for split, writer in self.writers.items():
                 writer.restore(old["shards"], old["progress"]["opened"][split])
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

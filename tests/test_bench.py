@@ -409,6 +409,7 @@ def test_memory_is_that_of_new_processes(tmp_path, capsys):
         (["--plan", "--tokens-per-s=1e-310"], ["tokens_per_s", "1e-06"]),
         (["--plan", "--n-layer=100000000"], ["fits no machine"]),
         (["--plan", "--tokens-per-s=1", "--out-dir="], ["out_dir", "empty"]),
+        (["--plan", "--plot"], ["plot"]),
         (["--full", "--vs=transformers"], ["full, transformers", "one at a time"]),
         (["--vs=transformers", "--norm=rmsnorm"], ["transformers", "variant"]),
         (["--vs=transformers", "--post-ln"], ["transformers", "variant"]),
@@ -431,7 +432,8 @@ def test_what_can_not_be_measured_is_refused(argv, words, tmp_path, monkeypatch,
 def test_full_without_a_gpu_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert "CUDA device" in refused(capsys, "--full")
+    assert "CUDA device" in refused(capsys, "--full", f"--out-dir={tmp_path / 'new'}")
+    assert not (tmp_path / "new").exists()
 
 
 def test_full_does_not_train_into_an_old_run(tmp_path, monkeypatch, capsys):

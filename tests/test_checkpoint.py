@@ -464,6 +464,16 @@ def test_damaged_weights_are_refused_by_their_file(folder, damage):
         checkpoint.load(str(folder))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(folder, bad):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["h.1.ln_2.bias"][3] = bad
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"not finite \(first h\.1\.ln_2\.bias\)"):
+        checkpoint.load(str(folder))
+
+
 def product_sources() -> list[Path]:
     return [*ROOT.glob("*.py"), *ROOT.glob("config/*.py"), *ROOT.glob("data/*.py")]
 

@@ -14,7 +14,7 @@ from torch.autograd.functional import jacobian
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metrics import n_params
-from model import GPT, MLP, Block, GPTConfig, KVCache
+from model import GPT, MLP, Block, GPTConfig, HeadLoss, KVCache
 
 SMALL = GPTConfig()
 LAYOUTS = pytest.mark.parametrize("post_ln", [False, True], ids=["pre-LN", "post-LN"])
@@ -611,6 +611,21 @@ def test_a_chunked_loss_in_bfloat16_is_the_plain_one_to_its_precision():
     for a, b, c in zip(grads, plain_grads, wanted, strict=True):
         assert a.dtype == torch.float32
         assert (a - c).norm() <= 1.5 * (b - c).norm() + 1e-3 * c.norm()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e5])
+def test_large_logits_cost_no_precision(offset):
+    """Products that float32 holds exactly: a channel adds the offset to all logits."""
+    w = torch.cat([torch.arange(64.0)[:, None] / 16, torch.ones(64, 1)], 1)
+    x = torch.tensor([[1.0, offset], [-1.0, offset]])
+    both = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        loss = HeadLoss.apply(leaf, w.to(dtype), torch.tensor([3, 63]), 64, 1)
+        loss.backward()
+        both.append((loss.detach().double(), leaf.grad[:, 0].double()))
+    for a, b in zip(*both, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
 
 
 def test_gradients_are_used_once_and_never_wrong():

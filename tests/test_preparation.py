@@ -211,6 +211,20 @@ def test_a_damaged_place_in_the_source_is_refused_with_what_to_do(progress, text
     assert hashes(tmp_path) == before
 
 
+@pytest.mark.parametrize("value", ["x", None, [], -1])
+@pytest.mark.parametrize("name", ["empty_documents", "replaced_invalid_utf8", "tokens", "bytes"])
+def test_damaged_counts_of_unfinished_tokens_are_refused(name, value, texts, tmp_path, monkeypatch):
+    encoding = tokenizer.load("byte")
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 200)
+    unfinish(texts, encoding, tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text(encoding="utf-8"))
+    assert meta["shards"]
+    (meta if name in meta else meta["shards"][0])[name] = value
+    (tmp_path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"meta\.json .*: prepare again with --force"):
+        prepare.prepare(corpus_of(texts), encoding, tmp_path, shard_tokens=500)
+
+
 @pytest.mark.parametrize("damage", ["short", "gone", "shard"])
 def test_damaged_unfinished_tokens_are_refused_with_what_to_do(
     texts, tmp_path, monkeypatch, damage

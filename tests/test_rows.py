@@ -483,6 +483,11 @@ def counts_in_words(folder: Path) -> None:
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
+def test_inspection_prepares_nothing_beside(folder, capfd):
+    assert program("stdlib", "--inspect", folder) == 2
+    assert "leave out stdlib" in capfd.readouterr().err
+
+
 def names_no_shards(folder: Path) -> None:
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     (folder / "meta.json").write_text(json.dumps(meta | {"shards": []}), encoding="utf-8")

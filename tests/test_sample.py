@@ -575,6 +575,19 @@ def test_several_prompts_and_samples_come_labelled_each_as_it_would_alone(
     assert out == "".join(expected)
 
 
+def test_a_huge_number_of_samples_begins_at_once(program, monkeypatch):
+    class Enough(Exception):
+        pass
+
+    def first(model, encoding, rows, seeds, **options):
+        assert len(rows) == len(seeds) == 64
+        raise Enough
+
+    monkeypatch.setattr(sample, "stream", first)
+    with pytest.raises(Enough):
+        program("--num-samples=2000000000")
+
+
 @pytest.mark.parametrize("options", [["--prompt=ab", "--prompt=cd"], ["--prompt", "ab", "cd"]])
 def test_a_prompt_that_is_given_is_not_dropped(program, options):
     code, out, err = program("--max-new-tokens=1", *options)
