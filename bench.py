@@ -792,15 +792,11 @@ def main(argv: list[str]) -> int:
             report = work(cfg)
         except runtime.CompileError as error:
             raise ValueError(str(error)) from None
-        names = [
-            "bench.json",
-            *["bench.png"] * cfg.plot,
-            *["scaling.csv", "scaling.png"] * cfg.scaling,
-        ]
+        drawn = ["scaling.csv", "scaling.png"] if cfg.scaling else ["bench.png"] * cfg.plot
         loader.replace_file(cfg.out_dir / "bench.json", json.dumps(report, indent=1) + "\n")
         if cfg.plot:
             draw_figures(report, cfg.out_dir / "bench.png")
-    print(f"{report_text(report)}\nwrote {', '.join(names)} into {cfg.out_dir}")
+    print(f"{report_text(report)}\nwrote {', '.join(['bench.json', *drawn])} into {cfg.out_dir}")
     return int(report.get("cuda_tests") == "failed")
 
 
