@@ -599,11 +599,12 @@ def test_the_chunked_loss_works_without_gradients():
         close(model.loss(idx, targets, chunk=7), model.loss(idx, targets), 1e-12)
 
 
-def test_a_chunked_loss_in_bfloat16_is_the_plain_one_to_its_precision():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_chunked_loss_in_low_precision_is_the_plain_one_to_its_precision(dtype):
     model = lively(tiny(vocab_size=500), torch.float32)
     idx, targets = tokens(5, 16, 500), tokens(5, 16, 500, seed=5)
     exact, wanted = loss_and_grads(model, idx, targets, None)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         loss, grads = loss_and_grads(model, idx, targets, 7)
         plain, plain_grads = loss_and_grads(model, idx, targets, None)
     assert loss.dtype == plain.dtype == torch.float32
