@@ -205,9 +205,8 @@ def _run_claimed(cell: TrainConfig, keep_weights: bool) -> bool:
         except train.Diverged as error:
             print(error)
     records = read_records(folder / "metrics.jsonl")
-    ends = [
-        r["val_loss"] for r in records if (r["kind"], r.get("step")) == ("eval", cell.run.steps)
-    ]
+    end = ("eval", cell.run.steps)
+    ends = [r["val_loss"] for r in records if (r["kind"], r.get("step")) == end]
     speeds = [r["tokens_per_s"] for r in records if r["kind"] == "train"]
     result = {
         "val_loss": ends[-1] if ends else None,
@@ -223,7 +222,7 @@ def _run_claimed(cell: TrainConfig, keep_weights: bool) -> bool:
     return True
 
 
-def work(parent_end: Connection, device: str, keep_weights: bool) -> None:
+def work(end: Connection, device: str, keep_weights: bool) -> None:
     """A process that trains the runs it is sent until the other end is closed. It answers each with
     its name and whether it was finished, or with what went wrong. A SIGTERM ends it, as does the
     end of its parent: a run is saved before. Nothing is shared, so nobody waits for what a killed
@@ -242,13 +241,13 @@ def work(parent_end: Connection, device: str, keep_weights: bool) -> None:
         torch.set_num_threads(1)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            name, cell = parent_end.recv()
+            name, cell = end.recv()
             cell = replace(cell, run=replace(cell.run, device=device))
             try:
                 outcome = run_cell(cell, keep_weights)
             except (ValueError, OSError, RuntimeError) as error:
                 outcome = f"{type(error).__name__}: {error}"
-            parent_end.send((name, outcome))
+            end.send((name, outcome))
 
 
 def train_all(
@@ -260,20 +259,20 @@ def train_all(
     """Train the cells that are not finished, side by side, a process per device; False if a signal
     stopped that. ValueError if one of them can't be run."""
     context = multiprocessing.get_context("spawn")
-    to_do = {name: cell for name, cell in cells.items() if not finished(cell).exists()}
-    tasks, left = iter(list(to_do.items())), len(to_do)
+    to_do = [task for task in cells.items() if not finished(task[1]).exists()]
+    tasks, left = iter(to_do), len(to_do)
     cost = {name: cell.model.n_layer * cell.run.steps for name, cell in cells.items()}
     bar = tqdm(total=sum(cost.values()), disable=None, bar_format=BAR)
-    bar.update(sum(cost.values()) - sum(cost[name] for name in to_do))
+    bar.update(sum(cost.values()) - sum(cost[name] for name, _ in to_do))
     processes: dict[Connection, multiprocessing.Process] = {}
     try:
         for device in devices[: len(to_do)]:
             ours, theirs = context.Pipe()
-            arguments = (theirs, device, keep_weights)
-            processes[ours] = context.Process(target=work, args=arguments, daemon=True)
-            processes[ours].start()
+            process = context.Process(target=work, args=(theirs, device, keep_weights), daemon=True)
+            process.start()
             theirs.close()
-            ours.send(next(tasks))
+            processes[ours] = process
+            _send(ours, next(tasks))
         busy = {*processes}
         while busy and not signals.received:
             bar.set_postfix_str(f"{len(cells) - left} of {len(cells)} runs")
@@ -285,10 +284,10 @@ def train_all(
                     raise ValueError(f"run {name}: {outcome} (its log: {log_of(cells[name])})")
                 bar.update(cost[name])
                 left -= 1
-                if bar.disable:  # no terminal: a line now and then
+                if bar.disable:  # no terminal
                     print(f"{len(cells) - left} of {len(cells)} runs", flush=True)
                 if task := next(tasks, None):
-                    end.send(task)
+                    _send(end, task)
                 else:
                     busy.remove(end)
         return not signals.received
@@ -300,6 +299,11 @@ def train_all(
                 process.terminate()  # a run in progress saves before it ends
         for process in processes.values():
             process.join()
+
+
+def _send(end: Connection, task: tuple[str, TrainConfig]) -> None:
+    with contextlib.suppress(ConnectionError):  # a process that died has no answer: that is told
+        end.send(task)
 
 
 def _answer(end: Connection, process: multiprocessing.Process) -> tuple[str, bool | str]:

@@ -727,8 +727,7 @@ def report_text(report: dict) -> str:
         )
         lines.append(about.format(**report["options"]) + "; medians (quartiles)")
         if any(len(f["of"]) > 1 for f in figures):
-            lines.append("to X: how many times as good as X's, 1 being equal; a loss in chunks, as")
-            lines.append("ours may be, has the head's gradients in its forward")
+            lines.append("to X: times as good as X's; chunked losses do the head's backward early")
     tables = [map(figure_row, report.get("figures", []))]
     tables += [report.get(key, []) for key in ("scaling", "plan", "runs")]
     lines += [table_of(rows) for rows in map(list, tables) if rows]
@@ -743,9 +742,8 @@ def draw_figures(report: dict, path: Path) -> None:
     picture = Figure(figsize=(9, 1.2 + 0.32 * len(bars)), layout="constrained")
     axes, colours = picture.subplots(), {HERE: "#08519c", "transformers": "#e6550d"}
     for f, name, v in reversed(bars):
-        bar = axes.barh(
-            f"{f['name']}: {name}", 100 * v["share"], color=colours.get(name, "#9ecae1")
-        )
+        label, colour = f"{f['name']}: {name}", colours.get(name, "#9ecae1")
+        bar = axes.barh(label, 100 * v["share"], color=colour)
         axes.bar_label(bar, [f"{short(v['median'])} {f['unit']}"], padding=3)
     axes.axvline(100, color="black", lw=1)
     axes.margins(x=0.25)

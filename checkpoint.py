@@ -127,8 +127,8 @@ def to_hub(model: GPT) -> dict[str, torch.Tensor]:
 
 def from_hub(config: GPTConfig, tensors: dict[str, torch.Tensor]) -> GPT:
     """A float32 model from the tensors of a GPT-2 file, in whatever wrappers' names they stand; it
-    may share their memory. ValueError that names missing, unexpected and misshapen ones, or a head
-    that is not tied."""
+    may share their memory. ValueError that names missing, unexpected, misshapen and not finite
+    ones, or a head that is not tied."""
     tensors = {PREFIXES.sub("", name): t for name, t in tensors.items()}
     # Old GPT-2 files carry the causal mask as a buffer.
     tensors = {n: t for n, t in tensors.items() if not n.endswith((".attn.bias", ".masked_bias"))}

@@ -18,7 +18,7 @@ import runtime
 from data import tokenizer
 from model import GPT, KVCache
 
-SAMPLES_AT_ONCE = 64
+SAMPLES_AT_ONCE = 64  # in one batch: the cache of more may not fit
 
 
 def pick(

@@ -596,8 +596,7 @@ def test_a_signal_saves_and_says_that_the_same_command_goes_on(
     corpus,  # noqa: F811
     tmp_path,
 ):
-    """The run that was trained is saved. Those that are left are more than a pipe holds: leaving
-    once waited until somebody took them."""
+    """The run that was trained is saved, and nothing waits for the many that are left."""
     seeds = list(range(200))
     argv = options(corpus, tmp_path / "x", steps=100000, lr=[1e-2], seed=seeds)
     process = start(argv)
@@ -661,6 +660,17 @@ def test_a_worker_whose_parent_has_closed_its_end_takes_no_further_run(
         ours.send(task)
     ablate.work(theirs, "cpu", False)
     assert trained == [next(iter(cells))]
+
+
+def test_a_process_that_died_is_told_with_what_to_do(corpus, tmp_path):  # noqa: F811
+    """Before its task reached it, or before it answered."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=os._exit, args=(9,))
+    process.start()
+    theirs.close()
+    ablate._send(ours, next(iter(grid(corpus, tmp_path, lr=[1e-2]).cells().items())))
+    with pytest.raises(ValueError, match=r"exit code 9.*--workers"):
+        ablate._answer(ours, process)
 
 
 class Alive:
